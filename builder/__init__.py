@@ -1,0 +1,1 @@
+"""The build stage: checkpoint -> traced graph -> passes -> target -> engine directory."""

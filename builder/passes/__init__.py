@@ -1,0 +1,1 @@
+"""Graph passes, each named by its equation."""

@@ -1,0 +1,1 @@
+"""Targets: each turns a program into the files of an engine."""

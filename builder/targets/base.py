@@ -1,0 +1,71 @@
+"""The target protocol: one class a target, one table of targets (`builder/targets/registry.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import fx
+
+from llmbuild.builder.ir import Program
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine is built for. All are upper bounds checked at admission.
+
+    max_batch_size: sequences in one step. max_num_tokens: tokens in one step (decode + prefill chunks).
+    max_seq_len: tokens of one sequence, prompt and output. block_size: tokens per KV block.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """dtype: computation dtype name ("float32"). progress(done, total, label): called while weights are written."""
+
+    limits: Limits
+    dtype: str
+    progress: Callable[[int, int, str], None] | None = None
+
+
+@dataclass
+class CompiledTarget:
+    """What `compile` leaves behind besides files: the target's section of `engine.json` and lines for the report.
+
+    requires: package -> version range checked at load, e.g. {"onnxruntime": ">=1.24,<2"}.
+    toolchain: package -> version that built it.
+    section: target-specific JSON values the executor needs (file names, input order). Deterministic.
+    weight_bytes: bytes of weights by storage format ("float32", "Q4_1"), for the report.
+    """
+
+    requires: dict[str, str]
+    toolchain: dict[str, str]
+    section: dict[str, Any]
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Target(Protocol):
+    name: str
+
+    def probe(self) -> str | None:
+        """Return None when this target can build here, else the reason and what to install."""
+        ...
+
+    def supports(self, node: fx.Node) -> str | None:
+        """Return None when `node` can be lowered, else why not."""
+        ...
+
+    def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
+        """Write `plan/` and `weights/` below `directory` (an empty staging folder). Deterministic bytes.
+
+        Raises:
+            UnsupportedError: naming all nodes that cannot be lowered, before anything is written.
+        """
+        ...

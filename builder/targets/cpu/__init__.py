@@ -1,0 +1,1 @@
+"""The cpu target: FX graph -> ONNX -> onnxruntime."""

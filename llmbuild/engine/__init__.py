@@ -1,0 +1,1 @@
+"""Engine directory: format, writing, loading checks."""

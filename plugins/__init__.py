@@ -1,0 +1,1 @@
+"""Canonical ops and kernels shared by the builder and the runtime."""

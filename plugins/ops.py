@@ -1,0 +1,180 @@
+"""Canonical ops of the graph: schema, fake and plain reference of each.
+
+Importing this module registers `torch.ops.llmbuild.*`. All ops are functional and token-major: the last axes are
+`[..., T, H, D]` (heads) or `[..., T, C]` (channels); a leading batch axis of 1, left over from tracing, is allowed.
+
+The references are the oracle: written for clarity, in the dtype of their inputs (statistics in float32).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmbuild.plugins import attention_reference
+
+LIB = torch.library.Library("llmbuild", "DEF")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
+
+
+def _define(schema: str) -> None:
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+# --------------------------------------------------------------------------------------------- paged attention
+_define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window=None, float? softcap=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor"
+)
+# q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]. Causal. Appends k and v to the KV cache of `layer`, then
+# attends over it; the cache and the batch's block tables are implicit state (attention_reference.PagedState).
+# window: a query at position p sees positions p - window + 1 .. p. softcap: scores become softcap * tanh(s / softcap).
+# sinks [Hq]: one more logit per head that takes probability and adds no value. alibi_slopes [Hq]: scores get
+# slope * (key position - query position).
+
+
+@torch.library.register_fake("llmbuild::paged_attention")
+def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+@torch.library.impl("llmbuild::paged_attention", "CPU")
+def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):
+    state = attention_reference.current_state()
+    return state.attend(q, k, v, layer, scale, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
+
+
+# ------------------------------------------------------------------------------------------------------- norms
+_define("rms_norm(Tensor x, Tensor? weight, float eps, bool round_before_weight=False) -> Tensor")
+# y = x * rsqrt(mean(x², -1) + eps) * weight, computed in float32. round_before_weight: the normalised value is cast
+# to x's dtype before it is multiplied (Llama), else after (Gemma); the two differ in bfloat16.
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool = False) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return h.to(x.dtype)
+    if round_before_weight:
+        return (weight * h.to(x.dtype)).to(x.dtype)
+    return (h * weight.float()).to(x.dtype)
+
+
+torch.library.impl("llmbuild::rms_norm", "CompositeExplicitAutograd")(rms_norm)
+torch.library.register_fake("llmbuild::rms_norm")(lambda x, *a, **k: torch.empty_like(x))
+
+_define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool round_before_weight=False) "
+    "-> (Tensor, Tensor)"
+)
+# s = x + residual; returns (rms_norm(s), s).
+
+
+@torch.library.impl("llmbuild::add_rms_norm", "CompositeExplicitAutograd")
+def _(x, residual, weight, eps, round_before_weight=False):
+    total = x + residual
+    return rms_norm(total, weight, eps, round_before_weight), total
+
+
+@torch.library.register_fake("llmbuild::add_rms_norm")
+def _(x, residual, weight, eps, round_before_weight=False):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+# -------------------------------------------------------------------------------------------------------- rope
+_define("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
+# x [..., T, H, D], cos and sin [..., T, R/2] with R <= D: the first R channels of every head are rotated, the rest
+# pass. Half layout: pairs (i, i + R/2); interleaved: pairs (2i, 2i + 1). (a, b) -> (a·cos - b·sin, b·cos + a·sin).
+
+
+@torch.library.impl("llmbuild::rope", "CompositeExplicitAutograd")
+def _(x, cos, sin, interleaved=False):
+    half = cos.shape[-1]
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    if interleaved:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = rotated[..., :half], rotated[..., half:]
+        out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((out, rest), dim=-1).to(x.dtype)
+
+
+torch.library.register_fake("llmbuild::rope")(lambda x, *a, **k: torch.empty_like(x))
+
+# --------------------------------------------------------------------------------------------- gated activation
+_define("gated_activation(Tensor gate, Tensor up, str activation) -> Tensor")
+# y = activation(gate) * up, elementwise; activation is one of ACTIVATIONS.
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    functional = torch.nn.functional
+    if activation == "silu":
+        return functional.silu(x)
+    if activation == "gelu":
+        return functional.gelu(x)
+    if activation == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    if activation == "relu":
+        return functional.relu(x)
+    if activation == "relu2":
+        return functional.relu(x).square()
+    if activation == "sigmoid":
+        return torch.sigmoid(x)
+    raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+
+
+@torch.library.impl("llmbuild::gated_activation", "CompositeExplicitAutograd")
+def _(gate, up, activation):
+    return activate(gate, activation) * up
+
+
+torch.library.register_fake("llmbuild::gated_activation")(lambda gate, up, activation: torch.empty_like(gate))
+
+# ------------------------------------------------------------------------------------------- block-quantized weights
+_define(
+    "linear_blockwise(Tensor x, Tensor q, Tensor scale, Tensor? offset, Tensor? bias, int bits, int block_size, "
+    "int zero) -> Tensor"
+)
+# y = x @ Wᵀ + bias with W[n, k] = scale[n, k // block_size] * (q[n, k] - zero) + offset[n, k // block_size].
+# q uint8 [N, K] (one value a byte, < 2**bits); scale, offset float32 [N, ceil(K / block_size)]. Targets pack q as they
+# like. `zero` serves symmetric formats, `offset` those with a minimum; both at once are legal.
+
+
+def dequantize_blockwise(q: Tensor, scale: Tensor, offset: Tensor | None, block_size: int, zero: int) -> Tensor:
+    """Return the float32 [N, K] weight that `q`, `scale` and `offset` stand for."""
+    columns = q.shape[-1]
+    expand = lambda t: t.repeat_interleave(block_size, dim=-1)[..., :columns]  # noqa: E731
+    weight = expand(scale.float()) * (q.float() - zero)
+    return weight if offset is None else weight + expand(offset.float())
+
+
+@torch.library.impl("llmbuild::linear_blockwise", "CompositeExplicitAutograd")
+def _(x, q, scale, offset, bias, bits, block_size, zero):
+    weight = dequantize_blockwise(q, scale, offset, block_size, zero).to(x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@torch.library.register_fake("llmbuild::linear_blockwise")
+def _(x, q, scale, offset, bias, bits, block_size, zero):
+    return x.new_empty(*x.shape[:-1], q.shape[0])
+
+
+_define(
+    "embedding_blockwise(Tensor ids, Tensor q, Tensor scale, Tensor? offset, int bits, int block_size, int zero, "
+    "ScalarType dtype) -> Tensor"
+)
+# Row lookup in a block-quantized table (same layout as linear_blockwise): ids [...] -> [..., K] in `dtype`.
+
+
+@torch.library.impl("llmbuild::embedding_blockwise", "CompositeExplicitAutograd")
+def _(ids, q, scale, offset, bits, block_size, zero, dtype):
+    flat = ids.reshape(-1).long()
+    rows = dequantize_blockwise(q[flat], scale[flat], None if offset is None else offset[flat], block_size, zero)
+    return rows.reshape(*ids.shape, -1).to(dtype)
+
+
+@torch.library.register_fake("llmbuild::embedding_blockwise")
+def _(ids, q, scale, offset, bits, block_size, zero, dtype):
+    return scale.new_empty(*ids.shape, q.shape[1], dtype=dtype)

@@ -1,0 +1,1 @@
+"""Quantization: recipe types, block formats, primitives."""

@@ -1,0 +1,1 @@
+"""Executors: one file a target."""
