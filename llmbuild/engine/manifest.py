@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from llmbuild.engine.hashing import path_problem
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
+CHECKSUM_NAME = "engine.json.sha256"
+REPORT_NAME = "report.json"
+
+Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class FileEntry(Section):
-    """One file of the engine. `path` is relative and uses forward slashes."""
+    """One file of the engine. `path` is relative, uses forward slashes and stays inside the directory."""
 
     path: str
-    size: int
-    sha256: str
+    size: Bytes
+    sha256: Sha256
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        problem = path_problem(path)
+        if problem is not None:
+            raise ValueError(problem)
+        return path
 
 
 class SourceFile(Section):
     """One file the model was read from; `name` has no directory, so that the same model gives the same bytes."""
 
     name: str
-    size: int
-    sha256: str
+    size: Bytes
+    sha256: Sha256
 
 
 class ModelSection(Section):
@@ -35,27 +51,27 @@ class ModelSection(Section):
     architecture: str
     source_kind: Literal["huggingface", "gguf"]
     source_files: list[SourceFile]
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_position_embeddings: int
+    vocab_size: Count
+    hidden_size: Count
+    num_layers: Count
+    max_position_embeddings: Count
     bos_token_id: int | None
     eos_token_ids: list[int]
     pad_token_id: int | None
 
 
 class LayerKVSection(Section):
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    window: int | None
+    num_kv_heads: Count
+    head_dim: Count
+    v_head_dim: Count
+    window: Count | None
 
 
 class KVCacheSection(Section):
     """dtype: numpy name. block_size: tokens a block. layers: geometry by layer index."""
 
     dtype: str
-    block_size: int
+    block_size: Count
     layers: list[LayerKVSection]
 
 
@@ -64,13 +80,15 @@ class PrecisionSection(Section):
 
     dtype: str
     recipe: str
-    weights: dict[str, int]
+    weights: dict[str, Bytes]
 
 
 class LimitsSection(Section):
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int
+    """max_batch_size: sequences a step. max_num_tokens: tokens a step. max_seq_len: prompt and output of a sequence."""
+
+    max_batch_size: Count
+    max_num_tokens: Count
+    max_seq_len: Count
 
 
 class TargetSection(Section):
@@ -93,6 +111,8 @@ class BuildSection(Section):
 
 
 class Manifest(Section):
+    """The whole of `engine.json`. `files` lists every other file of the engine except `engine.json.sha256`."""
+
     format_version: int
     model: ModelSection
     target: TargetSection
@@ -101,6 +121,15 @@ class Manifest(Section):
     kv_cache: KVCacheSection
     build: BuildSection
     files: list[FileEntry]
+
+    @field_validator("files")
+    @classmethod
+    def _listed_once(cls, files: list[FileEntry]) -> list[FileEntry]:
+        paths = [entry.path for entry in files]
+        twice = sorted({path for path in paths if paths.count(path) > 1}) if len(set(paths)) < len(paths) else []
+        if twice:
+            raise ValueError(f"listed twice: {', '.join(twice)}")
+        return files
 
     def to_json(self) -> str:
         """Return the deterministic text of `engine.json` (sorted keys, indented, newline at the end)."""
