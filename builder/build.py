@@ -1,0 +1,106 @@
+"""checkpoint → traced graph → optimised graph → target's files → engine directory: the whole build on one screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_limits
+from llmbuild.engine.manifest import REPORT_NAME
+from llmbuild.engine.writer import EngineWriter, check_output
+
+if TYPE_CHECKING:
+    from llmbuild.builder.report import BuildReport
+
+__all__ = ["BuildConfig", "BuildReport", "Progress", "build"]
+
+
+class Progress(Protocol):
+    def __call__(self, phase: str, done: int, total: int, label: str) -> None:
+        """Told as work goes on. phase: "trace", "weights" or "write"; done of total, in units of the phase."""
+        ...
+
+
+def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildReport:
+    """Convert a model into an engine directory.
+
+    On any failure, interruption included, `config.output` is left as it was.
+
+    Args:
+        config: What to build; see `BuildConfig`.
+        progress: Told what is going on.
+
+    Raises:
+        UserError: The model, an option or the output path is at fault; the message says which and what to do.
+    """
+    choices = choose(config)
+    check_output(config.output, force=config.force)
+    check_build_packages()
+
+    # torch and transformers take seconds to import: only a build that can start pays for them.
+    import torch
+
+    from llmbuild.builder import sections
+    from llmbuild.builder.frontend.load import load_program
+    from llmbuild.builder.pipeline import optimize
+    from llmbuild.builder.report import BuildReport, write_report
+    from llmbuild.builder.targets.base import CompileOptions
+    from llmbuild.builder.targets.registry import find_target
+    from llmbuild.quantization.recipes import find_recipe
+
+    seconds: dict[str, float] = {}
+    notes = list(choices.notes)
+    dtype: torch.dtype = getattr(torch, choices.dtype)
+
+    with phase("trace", seconds):
+        program = load_program(
+            config.model,
+            dtype=dtype,
+            progress=reporter(progress, "trace"),
+            trust_remote_code=config.trust_remote_code,
+        )
+    limits = resolve_limits(config, program.info, notes)
+    nodes_traced = len(program.graph.nodes)
+
+    with phase("passes", seconds):
+        optimize(program, find_recipe(choices.quant))
+
+    with EngineWriter(config.output, force=config.force) as writer:
+        writer.expect(sections.least_weight_bytes(program))
+        with phase("weights", seconds):
+            options = CompileOptions(limits, choices.dtype, reporter(progress, "weights"))
+            compiled = find_target(choices.target).compile(program, options, writer.directory)
+        sections.write_tokenizer(program, writer.directory)
+        write_report(writer.directory / REPORT_NAME, program, compiled.weight_bytes, nodes_traced)
+        with phase("write", seconds):
+            manifest = writer.commit(
+                model=sections.model(program.info),
+                target=sections.target(choices.target, compiled),
+                precision=sections.precision(choices, compiled),
+                limits=sections.limits(limits),
+                kv_cache=sections.kv_cache(program, choices, limits),
+                build=sections.build(choices, limits),
+                progress=reporter(progress, "write"),
+            )
+    return BuildReport(writer.out, manifest, program.rewrites, notes, seconds)
+
+
+@contextmanager
+def phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start
+
+
+class reporter:
+    """Passes `(done, total, label)` on to a `Progress` under the name of a phase."""
+
+    def __init__(self, progress: Progress | None, phase: str) -> None:
+        self.progress = progress
+        self.phase = phase
+
+    def __call__(self, done: int, total: int, label: str = "") -> None:
+        if self.progress is not None:
+            self.progress(self.phase, done, total, label)

@@ -1,0 +1,187 @@
+"""What a build is asked for, and what it takes where it is not told; every such choice is said in words."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmbuild.errors import ConfigError, UnsupportedError, nearest
+
+if TYPE_CHECKING:
+    from llmbuild.builder.ir import ModelInfo
+    from llmbuild.builder.targets.base import Limits
+
+# What each target computes in. The interface also names the targets and dtypes that later versions bring.
+TARGET_DTYPES: Mapping[str, tuple[str, ...]] = {"cpu": ("float32",)}
+LATER_TARGETS = ("cuda", "tensorrt", "tensorrt-rtx")
+DTYPES = ("float32", "bfloat16", "float16")
+
+DEFAULT_MAX_SEQ_LEN = 4096
+DEFAULT_MAX_NUM_TOKENS = 512
+BUILD_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "gguf")
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What `llmbuild convert` is asked for. None leaves the choice to the build, which says what it took.
+
+    Args:
+        model: Hugging Face directory, or a `.gguf` file.
+        output: The engine directory to write.
+        target: "cpu"; None takes what suits this machine.
+        dtype: Computation dtype, "float32"; None takes the target's own.
+        quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and else does not quantize ("none").
+        max_batch_size: Most sequences in one step.
+        max_num_tokens: Most tokens in one step, decode and prefill together; at least max_batch_size.
+        max_seq_len: Most tokens of one sequence, prompt and output; at most what the model was made for.
+        force: Replace an engine that exists at `output`.
+        trust_remote_code: Run Python code that comes with the model directory.
+
+    Raises:
+        ConfigError: A limit is not positive.
+    """
+
+    model: Path
+    output: Path
+    target: str | None = None
+    dtype: str | None = None
+    quant: str | None = None
+    max_batch_size: int = 16
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    force: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", Path(self.model))
+        object.__setattr__(self, "output", Path(self.output))
+        for name, least in (("max_batch_size", 1), ("max_num_tokens", 1), ("max_seq_len", 2)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(
+                    f"{name} is {value!r}", where=_option(name), hint=f"it must be an integer of at least {least}"
+                )
+        if self.max_num_tokens is not None and self.max_num_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_num_tokens is {self.max_num_tokens}, but max_batch_size is {self.max_batch_size}",
+                where=_option("max_num_tokens"),
+                hint="a step holds one token of every running sequence: max_num_tokens must be at least max_batch_size",
+            )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """target, dtype, quant: given or chosen. notes: one line for each choice that the user did not make."""
+
+    target: str
+    dtype: str
+    quant: str
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(config: BuildConfig) -> Choices:
+    """Settle target, dtype and recipe before anything heavy is imported.
+
+    Raises:
+        UnsupportedError: The target or dtype is of a later version, or the target does not compute in the dtype.
+        ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF.
+    """
+    from llmbuild.quantization.recipes import find_recipe
+
+    notes = []
+    target = config.target
+    if target is None:
+        target = "cpu"
+        notes.append("target cpu: the only one of this version")
+    _check_target(target)
+    dtype = config.dtype
+    if dtype is None:
+        dtype = TARGET_DTYPES[target][0]
+        notes.append(f"dtype {dtype}: what the {target} target computes in")
+    _check_dtype(target, dtype)
+    is_gguf = config.model.suffix.lower() == ".gguf"
+    quant = config.quant
+    if quant is None:
+        quant = "gguf" if is_gguf else "none"
+        notes.append(
+            "quant gguf: the file's own blocks, kept as they are" if is_gguf else "quant none: weights as stored"
+        )
+    find_recipe(quant)
+    if quant == "gguf" and not is_gguf:
+        raise ConfigError(
+            f"the recipe 'gguf' keeps the blocks of a GGUF file, but {config.model.name} is not one",
+            where="--quant",
+            hint="leave --quant out, or choose int8-wo or int4-wo",
+        )
+    return Choices(target, dtype, quant, notes)
+
+
+def _check_target(target: str) -> None:
+    if target in TARGET_DTYPES:
+        return
+    available = ", ".join(TARGET_DTYPES)
+    if target in LATER_TARGETS:
+        raise UnsupportedError(
+            f"target {target!r} is not in this version of llmbuild", where="--target", hint=f"available: {available}"
+        )
+    known = [*TARGET_DTYPES, *LATER_TARGETS]
+    raise ConfigError(f"unknown target {target!r}", where="--target", hint=nearest(target, known))
+
+
+def _check_dtype(target: str, dtype: str) -> None:
+    if dtype in TARGET_DTYPES[target]:
+        return
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}", where="--dtype", hint=nearest(dtype, list(DTYPES)))
+    raise UnsupportedError(
+        f"the {target} target does not compute in {dtype}",
+        where="--dtype",
+        hint=f"use --dtype {TARGET_DTYPES[target][0]}; --quant int8-wo or int4-wo makes the engine smaller and faster",
+    )
+
+
+def resolve_limits(config: BuildConfig, info: ModelInfo, notes: list[str]) -> Limits:
+    """Settle the engine's limits once the model is known; adds a note for each limit that the user did not give.
+
+    Raises:
+        ConfigError: max_seq_len is beyond what the model was made for.
+    """
+    from llmbuild.builder.targets.base import Limits
+
+    longest = info.max_position_embeddings
+    seq_len = config.max_seq_len
+    if seq_len is None:
+        seq_len = min(longest, DEFAULT_MAX_SEQ_LEN)
+        notes.append(f"max_seq_len {seq_len}: the model was made for {longest}" + _raise_it(seq_len < longest))
+    elif seq_len > longest:
+        raise ConfigError(
+            f"max_seq_len is {seq_len}, but {info.name} was made for sequences of at most {longest} tokens",
+            where=_option("max_seq_len"),
+            hint=f"give at most {longest}",
+        )
+    num_tokens = config.max_num_tokens
+    if num_tokens is None:
+        num_tokens = max(DEFAULT_MAX_NUM_TOKENS, config.max_batch_size)
+        notes.append(f"max_num_tokens {num_tokens}: longer prompts are processed in chunks of that many tokens")
+    return Limits(max_batch_size=config.max_batch_size, max_num_tokens=num_tokens, max_seq_len=seq_len)
+
+
+def check_build_packages() -> None:
+    """Raise ConfigError when the packages that building needs, and running does not, are missing."""
+    missing = [name for name in BUILD_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"converting a model needs packages that are not installed: {', '.join(missing)}",
+            hint='pip install "llmbuild[build]"; running an engine does not need them',
+        )
+
+
+def _raise_it(capped: bool) -> str:
+    return ", --max-seq-len raises the limit" if capped else ""
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

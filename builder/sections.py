@@ -1,0 +1,95 @@
+"""The sections of `engine.json`, from what the phases of a build produced."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import llmbuild
+from llmbuild.builder.ir import BlockPart, ModelInfo, Program
+from llmbuild.builder.options import Choices
+from llmbuild.builder.targets.base import CompiledTarget, Limits
+from llmbuild.engine.manifest import (
+    BuildSection,
+    KVCacheSection,
+    LayerKVSection,
+    LimitsSection,
+    ModelSection,
+    PrecisionSection,
+    SourceFile,
+    TargetSection,
+)
+
+
+def model(info: ModelInfo) -> ModelSection:
+    return ModelSection(
+        name=info.name,
+        architecture=info.architecture,
+        source_kind=info.source_kind,  # type: ignore[arg-type]  # checked by the section
+        source_files=[SourceFile(name=name, size=size, sha256=sha256) for name, size, sha256 in info.source_files],
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        num_layers=info.num_layers,
+        max_position_embeddings=info.max_position_embeddings,
+        bos_token_id=info.bos_token_id,
+        eos_token_ids=list(info.eos_token_ids),
+        pad_token_id=info.pad_token_id,
+    )
+
+
+def target(name: str, compiled: CompiledTarget) -> TargetSection:
+    return TargetSection(name=name, requires=compiled.requires, toolchain=compiled.toolchain, section=compiled.section)
+
+
+def precision(choices: Choices, compiled: CompiledTarget) -> PrecisionSection:
+    return PrecisionSection(dtype=choices.dtype, recipe=choices.quant, weights=compiled.weight_bytes)
+
+
+def limits(limits: Limits) -> LimitsSection:
+    return LimitsSection(
+        max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, max_seq_len=limits.max_seq_len
+    )
+
+
+def kv_cache(program: Program, choices: Choices, limits: Limits) -> KVCacheSection:
+    layers = [
+        LayerKVSection(
+            num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, v_head_dim=layer.v_head_dim, window=layer.window
+        )
+        for layer in program.kv_layers
+    ]
+    return KVCacheSection(dtype=choices.dtype, block_size=limits.block_size, layers=layers)
+
+
+def build(choices: Choices, limits: Limits) -> BuildSection:
+    options = {
+        "target": choices.target,
+        "dtype": choices.dtype,
+        "quant": choices.quant,
+        "max_batch_size": limits.max_batch_size,
+        "max_num_tokens": limits.max_num_tokens,
+        "max_seq_len": limits.max_seq_len,
+    }
+    return BuildSection(llmbuild_version=llmbuild.__version__, options=options)
+
+
+def write_tokenizer(program: Program, directory: Path) -> None:
+    folder = directory / "tokenizer"
+    folder.mkdir()
+    for name, content in sorted(program.tokenizer_files.items()):
+        (folder / name).write_bytes(content)
+
+
+def least_weight_bytes(program: Program) -> int:
+    """Return how many bytes of weights the engine holds at least, without reading any.
+
+    A lower bound, so that a disk that suffices is never refused: blocks count at their bit width, scales at 2 bytes.
+    """
+    total = 0
+    for weight in program.weights.values():
+        elements = math.prod(weight.shape)
+        if isinstance(weight, BlockPart) and weight.source.block_format is not None:
+            total += elements * weight.source.block_format.bits // 8 if weight.part == "q" else elements * 2
+        else:
+            total += elements * weight.dtype.itemsize
+    return total
