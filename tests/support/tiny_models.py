@@ -68,9 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
     "cohere": dict(logit_scale=0.5),
     "cohere2": dict(logit_scale=0.5, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
-    "granite": dict(
-        attention_multiplier=0.1, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0
-    ),
+    "granite": dict(attention_multiplier=0.1, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0),
     "smollm3": dict(no_rope_layers=[1, 0]),
     "glm4": dict(head_dim=16),
     "exaone4": dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
@@ -153,7 +151,7 @@ def byte_level_tokenizer() -> Any:
     specials = [EOS_TOKEN, BOS_TOKEN, PAD_TOKEN]
     vocabulary.update({token: 256 + index for index, token in enumerate(specials)})
     merges = []
-    for merge in _MERGES:
+    for merge in _MERGES.split():
         left, right = merge.split("+")
         merges.append((left, right))
         vocabulary[left + right] = len(vocabulary)
@@ -165,7 +163,10 @@ def byte_level_tokenizer() -> Any:
     return tokenizer
 
 
-_MERGES = ["t+h", "h+e", "i+n", "e+r", "a+n", "r+e", "o+n", "Ġ+t", "Ġ+a", "Ġ+s", "Ġ+w", "th+e", "Ġt+he", "an+d", "Ġ+and", "in+g", "e+n", "i+s", "o+u", "a+t", "e+s", "o+r", "Ġ+o", "Ġo+f", "Ġ+c", "l+l", "Ġ+h", "Ġ+b", "Ġ+p"]
+_MERGES = (
+    "t+h h+e i+n e+r a+n r+e o+n Ġ+t Ġ+a Ġ+s Ġ+w th+e Ġt+he an+d Ġ+and in+g e+n i+s o+u a+t e+s o+r Ġ+o Ġo+f Ġ+c "
+    "l+l Ġ+h Ġ+b Ġ+p"
+)
 
 
 def _byte_characters() -> list[str]:

@@ -1,0 +1,68 @@
+"""The small files of a Hugging Face directory: config, generation config, end-of-sequence ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers import __version__ as transformers_version
+
+from llmbuild.errors import ModelError, UnsupportedError
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+def load_config(directory: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read `config.json` with transformers, offline.
+
+    Raises:
+        ModelError: no model directory, or an unreadable config.
+        UnsupportedError: transformers does not know the model type.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{str(directory)!r} is not a model directory or a .gguf file")
+    if not (directory / CONFIG).is_file():
+        raise ModelError(
+            f"{directory.name!r} is not a model directory: it has no {CONFIG}",
+            where=str(directory),
+            hint="give a Hugging Face model directory, or a .gguf file",
+        )
+    raw = read_json(directory / CONFIG)
+    remote = "auto_map" in raw and trust_remote_code
+    if "model_type" not in raw and not remote:
+        raise ModelError(f"{CONFIG} has no model_type", where=str(directory / CONFIG))
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UnsupportedError(
+            f"transformers {transformers_version} cannot read model type {raw.get('model_type')!r}: {reason}",
+            where=str(directory / CONFIG),
+            hint="the model brings its own code: --trust-remote-code runs it" if "auto_map" in raw else None,
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file.name} is not valid JSON: {error}", where=str(file)) from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file.name} is not a JSON object", where=str(file))
+    return value
+
+
+def load_generation_config(directory: Path) -> dict[str, Any]:
+    """Return `generation_config.json` as it is, or {}."""
+    file = directory / GENERATION_CONFIG
+    return read_json(file) if file.is_file() else {}
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Normalise a token id entry of a config: one id, several, or none."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,0 +1,158 @@
+"""Model directory or GGUF file → traced `Program`, under a strict contract and without reading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from llmbuild.builder.frontend import hf_model, hf_tokenizer
+from llmbuild.builder.frontend.bind import Binding, bind
+from llmbuild.builder.frontend.buffers import recompute_buffer
+from llmbuild.builder.frontend.checkpoint import Checkpoint
+from llmbuild.builder.frontend.contract import is_attention, window_of
+from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
+from llmbuild.builder.frontend.source_files import hash_files
+from llmbuild.builder.frontend.trace import Trace, trace
+from llmbuild.builder.ir import Constant, LayerKV, ModelInfo, Program, Rewrite, WeightExpr
+from llmbuild.errors import ModelError
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What was found at the user's path, before anything is traced.
+
+    Attributes:
+        name: Name for reports.
+        config: transformers config.
+        checkpoint: Weights by name.
+        generation: `generation_config.json`, or {}.
+        tokenizer_files: For `Program.tokenizer_files`.
+        files: Every file read.
+    """
+
+    name: str
+    config: PretrainedConfig
+    checkpoint: Checkpoint
+    generation: dict[str, Any]
+    tokenizer_files: dict[str, bytes]
+    files: tuple[Path, ...]
+
+
+def load_program(
+    path: Path, *, dtype: torch.dtype, progress: Progress | None = None, trust_remote_code: bool = False
+) -> Program:
+    """Trace the model at `path` and bind its weights lazily.
+
+    Args:
+        path: Hugging Face model directory, or a .gguf file.
+        dtype: Computation dtype. Stored weights are cast when they are loaded, and only if they differ.
+        progress: Called as progress(done, total, label) between the stages.
+        trust_remote_code: Run Python code found in the model directory.
+
+    Raises:
+        ModelError: the input is incomplete or contradicts itself.
+        UnsupportedError: the model cannot be represented exactly.
+    """
+    report = progress or (lambda done, total, label: None)
+    report(0, 4, "reading headers")
+    source = open_source(path, trust_remote_code=trust_remote_code)
+    report(1, 4, "tracing")
+    traced = trace(source.config, dtype, trust_remote_code=trust_remote_code)
+    report(2, 4, "binding weights")
+    binding, weights = _weights(traced, source.checkpoint)
+    report(3, 4, "hashing files")
+    program = Program(
+        graph=traced.graph,
+        weights=weights,
+        info=_info(source, traced),
+        kv_layers=_kv_layers(traced),
+        tokenizer_files=source.tokenizer_files,
+        rewrites=[Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), list(binding.notices))],
+    )
+    _merge_aliases(program, traced, binding)
+    report(4, 4, "loaded")
+    return program
+
+
+def open_source(path: Path, *, trust_remote_code: bool = False) -> ModelSource:
+    """Read everything at `path` except the weights' data. Raises as `load_program`."""
+    if path.suffix == ".gguf":
+        from llmbuild.builder.frontend.gguf_source import open_gguf  # needs the gguf package
+
+        return open_gguf(path)
+    config = hf_model.load_config(path, trust_remote_code=trust_remote_code)
+    checkpoint = SafetensorsCheckpoint(path)
+    small = [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jinja", ".model", ".txt", ".py")]
+    return ModelSource(
+        name=path.resolve().name,
+        config=config,
+        checkpoint=checkpoint,
+        generation=hf_model.load_generation_config(path),
+        tokenizer_files=hf_tokenizer.tokenizer_files(path, trust_remote_code=trust_remote_code),
+        files=tuple(sorted({*checkpoint.files, *small})),
+    )
+
+
+def _weights(traced: Trace, checkpoint: Checkpoint) -> tuple[Binding, dict[str, WeightExpr]]:
+    """Give every weight placeholder its expression. Tied names keep their own placeholder until they are merged."""
+    stored = set(traced.model.state_dict())
+    needed = [name for name in traced.names.values() if name in stored]
+    binding = bind(traced.model, checkpoint, traced.ties, needed)
+    weights: dict[str, WeightExpr] = {name: Constant(value) for name, value in traced.literals.items()}
+    for placeholder, name in traced.names.items():
+        if name in stored:
+            weights[placeholder] = binding.weights[binding.aliases.get(name, name)]
+        else:
+            weights[placeholder] = Constant(recompute_buffer(traced.model, name))
+    return binding, weights
+
+
+def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
+    """Let tied names share one placeholder, so that their weight is held once."""
+    placeholders = {name: placeholder for placeholder, name in traced.names.items()}
+    for name, source in binding.aliases.items():
+        if name in placeholders and source in placeholders:
+            kept = program.placeholder(placeholders[source])
+            program.placeholder(placeholders[name]).replace_all_uses_with(kept)
+    program.drop_unused_weights()
+
+
+def _info(source: ModelSource, traced: Trace) -> ModelInfo:
+    config = source.config
+    logits = traced.graph.output_node().args[0].meta["val"]  # type: ignore[union-attr]
+    own = source.generation
+    eos = hf_model.token_ids(own.get("eos_token_id")) or hf_model.token_ids(getattr(config, "eos_token_id", None))
+    bos = hf_model.token_ids(own.get("bos_token_id")) or hf_model.token_ids(getattr(config, "bos_token_id", None))
+    pad = hf_model.token_ids(own.get("pad_token_id")) or hf_model.token_ids(getattr(config, "pad_token_id", None))
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise ModelError("the config does not say max_position_embeddings", where=source.name)
+    return ModelInfo(
+        name=source.name,
+        architecture=type(traced.model).__name__,
+        vocab_size=int(logits.shape[1]),
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        max_position_embeddings=limit,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos,
+        pad_token_id=pad[0] if pad else None,
+        source_kind=source.checkpoint.kind,
+        source_files=hash_files(source.files),
+    )
+
+
+def _kv_layers(traced: Trace) -> tuple[LayerKV, ...]:
+    layers: dict[int, LayerKV] = {}
+    for node in traced.graph.nodes:
+        if is_attention(node):
+            key, value = node.args[1].meta["val"], node.args[2].meta["val"]
+            layers[node.args[3]] = LayerKV(key.shape[1], key.shape[2], value.shape[2], window_of(node))
+    return tuple(layers[index] for index in sorted(layers))
