@@ -52,6 +52,10 @@ class RequestError(UserError, ValueError):
     """A generation request is invalid or beyond the engine's limits."""
 
 
+class EngineStoppedError(LLMBuildError):
+    """The serving loop failed or was closed while requests were waiting; the cause is chained."""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """Return a hint that lists `known` and names the closest match to `name`, if one is close."""
     import difflib

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from llmbuild.runtime.sampler import SamplingBatch, SampledTokens
+    from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
 
 
 class StepInput(NamedTuple):

@@ -1,0 +1,37 @@
+"""Which executor runs which target. Listing them imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from llmbuild.errors import EngineError, nearest
+from llmbuild.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from llmbuild.engine.reader import Engine
+
+EXECUTORS: dict[str, str] = {
+    "cpu": "llmbuild.runtime.executors.cpu:CpuExecutor",
+}
+
+
+def load_executor(engine: Engine, **options: Any) -> Executor:
+    """Return the executor of the engine's target, loaded.
+
+    Args:
+        options: What the executor's constructor takes besides the engine; None means its default.
+
+    Raises:
+        EngineError: This version has no executor for the target.
+    """
+    name = engine.manifest.target.name
+    if name not in EXECUTORS:
+        raise EngineError(
+            f"the engine was built for the target {name!r}, which this version cannot run",
+            where=str(engine.path),
+            hint=nearest(name, list(EXECUTORS)),
+        )
+    module, _, attribute = EXECUTORS[name].partition(":")
+    constructor = getattr(importlib.import_module(module), attribute)
+    return constructor(engine, **{key: value for key, value in options.items() if value is not None})
