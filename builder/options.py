@@ -102,7 +102,7 @@ def choose(config: BuildConfig) -> Choices:
         dtype = TARGET_DTYPES[target][0]
         notes.append(f"dtype {dtype}: what the {target} target computes in")
     _check_dtype(target, dtype)
-    is_gguf = config.model.suffix.lower() == ".gguf"
+    is_gguf = config.model.suffix == ".gguf"
     quant = config.quant
     if quant is None:
         quant = "gguf" if is_gguf else "none"

@@ -1,4 +1,4 @@
-"""`python -m llmbuild`: the same as the `llmbuild` command."""
+"""`python -m llmbuild` is the same as the command `llmbuild`."""
 
 from llmbuild.cli.main import entry_point
 

@@ -1,0 +1,87 @@
+"""`llmbuild convert`: a model becomes an engine directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmbuild.cli.console import print_json, print_table, progress_bars, stdout_kept_clean, terminate_cleanly
+from llmbuild.cli.errors import reporting
+from llmbuild.units import human_size
+
+if TYPE_CHECKING:
+    from llmbuild.builder.build import BuildReport
+
+BARS = {"trace": "tracing", "weights": "weights", "write": "writing"}
+
+
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model directory, or a .gguf file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="ENGINE", help="Engine directory to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda|tensorrt|tensorrt-rtx", help="What runs the engine. This version has cpu."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="float32|bfloat16|float16", help="What is computed in; cpu: float32.")
+    ] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="none, int8-wo, int4-wo or gguf. Left out: gguf (the file's own blocks) for GGUF, else none.",
+        ),
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Most sequences in one step.")] = 16,
+    max_num_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens in one step; longer prompts go in chunks. Left out: 512.")
+    ] = None,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of one sequence, prompt and output. Left out: the model's, at most 4096."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the engine at ENGINE.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
+    ] = False,
+) -> None:
+    """Convert a model into an engine directory."""
+    with reporting(as_json=as_json), terminate_cleanly():
+        from llmbuild.builder.build import BuildConfig, build
+
+        config = BuildConfig(
+            model=model,
+            output=output,
+            target=target,
+            dtype=dtype,
+            quant=quant,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            force=force,
+            trust_remote_code=trust_remote_code,
+        )
+        with stdout_kept_clean(), progress_bars(BARS, enabled=not as_json) as progress:
+            report = build(config, progress=progress)
+        if as_json:
+            print_json(report.to_dict())
+        else:
+            _show(report)
+
+
+def _show(report: BuildReport) -> None:
+    for note in report.notes:
+        print(f"chosen: {note}", file=sys.stderr)
+    print_table(
+        "Passes", ("pass", "count", "declined"), [(r.name, r.count, counted(r.declined)) for r in report.rewrites]
+    )
+    weights = report.manifest.precision.weights
+    print_table("Weights", ("format", "size"), [(name, human_size(size)) for name, size in sorted(weights.items())])
+    phases = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+    print(f"{report.output}: {human_size(report.bytes)} in {sum(report.seconds.values()):.1f} s ({phases})")

@@ -1,0 +1,92 @@
+"""`llmbuild inspect`: what an engine holds and what it was built for. Needs none of the target's packages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmbuild.cli.console import print_json, print_table
+from llmbuild.cli.errors import reporting
+from llmbuild.units import counted, human_size
+
+if TYPE_CHECKING:
+    from llmbuild.engine.reader import Engine
+
+
+def inspect(
+    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine directory.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print manifest, report and findings as one JSON object.")
+    ] = False,
+) -> None:
+    """Show model, target, limits, precision, files and build report of an engine."""
+    with reporting(as_json=as_json):
+        from llmbuild.engine.manifest import REPORT_NAME
+        from llmbuild.engine.reader import open_engine
+        from llmbuild.engine.requirements import unmet_requirements
+
+        opened = open_engine(engine, requirements=False)
+        report = json.loads(opened.file(REPORT_NAME).read_text(encoding="utf-8"))
+        unmet = [
+            f"{package}{text} ({found or 'not'} installed)"
+            for package, text, found in unmet_requirements(opened.manifest.target)
+        ]
+        if as_json:
+            print_json(
+                {
+                    "engine": str(engine),
+                    "manifest": opened.manifest.model_dump(mode="json"),
+                    "report": report,
+                    "unlisted_files": list(opened.unlisted),
+                    "unmet_requirements": unmet,
+                }
+            )
+        else:
+            _show(opened, report, unmet)
+
+
+def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
+    manifest = engine.manifest
+    model, limits, precision, kv = manifest.model, manifest.limits, manifest.precision, manifest.kv_cache
+    kv_bytes = _kv_bytes_per_token(engine)
+    facts: list[tuple[str, object]] = [
+        ("model", f"{model.name} ({model.architecture}, from {model.source_kind})"),
+        ("layers", f"{model.num_layers}, hidden size {model.hidden_size}, vocabulary {model.vocab_size}"),
+        ("end of sequence", ", ".join(map(str, model.eos_token_ids)) or "none"),
+        ("target", manifest.target.name),
+        ("runs with", _ranges(manifest.target.requires)),
+        ("built with", _ranges(manifest.target.toolchain, "==")),
+        ("precision", f"{precision.recipe}, computed in {precision.dtype}"),
+        ("batch size", f"at most {limits.max_batch_size} sequences in a step"),
+        ("tokens", f"at most {limits.max_num_tokens} in a step"),
+        ("sequence", f"at most {limits.max_seq_len} tokens (the model: {model.max_position_embeddings})"),
+        ("KV cache", f"{kv.dtype}, {human_size(kv_bytes)} a token, blocks of {kv.block_size} tokens"),
+        ("llmbuild", manifest.build.llmbuild_version),
+    ]
+    print_table(f"Engine {engine.path}", ("", ""), facts)
+    print_table("Weights", ("format", "size"), [(name, human_size(n)) for name, n in sorted(precision.weights.items())])
+    passes = [(p["name"], p["count"], counted(p["declined"])) for p in report["passes"]]
+    nodes = report["graph_nodes"]
+    print_table(f"Passes: {nodes['traced']} graph nodes to {nodes['optimized']}", ("pass", "count", "declined"), passes)
+    files = [(entry.path, human_size(entry.size), entry.sha256[:16]) for entry in manifest.files]
+    print_table("Files", ("path", "size", "sha256"), files)
+    for name in engine.unlisted:
+        print(f"note: {name} lies in the directory and is not part of the engine", file=sys.stderr)
+    for fact in unmet:
+        print(f"note: this machine cannot run it as it is: it needs {fact}", file=sys.stderr)
+
+
+def _ranges(packages: dict[str, str], separator: str = "") -> str:
+    return ", ".join(f"{name}{separator}{text}" for name, text in sorted(packages.items()))
+
+
+def _kv_bytes_per_token(engine: Engine) -> int:
+    import numpy as np
+
+    kv = engine.manifest.kv_cache
+    values = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in kv.layers)
+    return values * np.dtype(kv.dtype).itemsize
