@@ -106,9 +106,8 @@ def choose(config: BuildConfig) -> Choices:
     quant = config.quant
     if quant is None:
         quant = "gguf" if is_gguf else "none"
-        notes.append(
-            "quant gguf: the file's own blocks, kept as they are" if is_gguf else "quant none: weights as stored"
-        )
+        kept = "the file's own blocks, kept as they are" if is_gguf else "no quantization"
+        notes.append(f"quant {quant}: {kept}")
     find_recipe(quant)
     if quant == "gguf" and not is_gguf:
         raise ConfigError(

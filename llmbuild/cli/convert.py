@@ -10,7 +10,7 @@ import typer
 
 from llmbuild.cli.console import print_json, print_table, progress_bars, stdout_kept_clean, terminate_cleanly
 from llmbuild.cli.errors import reporting
-from llmbuild.units import human_size
+from llmbuild.units import counted, human_size
 
 if TYPE_CHECKING:
     from llmbuild.builder.build import BuildReport
@@ -78,9 +78,8 @@ def convert(
 def _show(report: BuildReport) -> None:
     for note in report.notes:
         print(f"chosen: {note}", file=sys.stderr)
-    print_table(
-        "Passes", ("pass", "count", "declined"), [(r.name, r.count, counted(r.declined)) for r in report.rewrites]
-    )
+    passes = [(rewrite.name, rewrite.count, counted(rewrite.declined)) for rewrite in report.rewrites]
+    print_table("Passes", ("pass", "count", "declined"), passes)
     weights = report.manifest.precision.weights
     print_table("Weights", ("format", "size"), [(name, human_size(size)) for name, size in sorted(weights.items())])
     phases = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmbuild.engine.reader import Engine
 from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.sampler import SampledTokens, SamplingBatch, sample
@@ -89,3 +90,9 @@ class FakeExecutor:
         for row in range(sequences):
             last = int(step.cu_q_lens[row + 1]) - 1
             assert step.position_ids[last] == step.seq_lens[row] - 1
+
+
+def executor_of(engine: Engine, *, threads: int | None = None, num_blocks: int = 64) -> FakeExecutor:
+    """Return a fake for an engine directory, as the registry of executors calls it."""
+    block_size = engine.manifest.kv_cache.block_size
+    return FakeExecutor(ServingLimits.of(engine.manifest), num_blocks=num_blocks, block_size=block_size)
