@@ -1,0 +1,77 @@
+"""Every family, from checkpoint to text: token for token what transformers generates, in float32 on the cpu target.
+
+Prompts and outputs cross the edges of KV blocks (16), of the window (6) and of prefill chunks (24 tokens a step), and
+arrive while others run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from llmbuild import BuildConfig, build
+from support.staggered import generate, logits_after, serve
+from support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2")
+PROMPT_LENGTHS = (1, 5, 6, 7, 15, 16, 17, 23, 24, 25, 40, 61)
+MAX_TOKENS = 20
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def convert(model_directory: Path, engine: Path, **options: object) -> None:
+    build(
+        BuildConfig(
+            model=model_directory,
+            output=engine,
+            target="cpu",
+            max_batch_size=8,
+            max_num_tokens=24,
+            max_seq_len=128,
+            **options,  # type: ignore[arg-type]
+        )
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_logits_equal_transformers(family: str, tmp_path: Path):
+    model = tiny_model(family)
+    save_tiny(model, tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "engine")
+    prompts = make_prompts()
+    served = serve(tmp_path / "engine", prompts, MAX_TOKENS)
+    assert max(served.steps) == 24  # chunked: at least one step was filled to the budget
+    for prompt, tokens in zip(prompts, served.tokens, strict=True):
+        assert tokens == generate(model, prompt, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_request_served_alone(family: str, tmp_path: Path):
+    model = tiny_model(family, seed=3)
+    save_tiny(model, tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "engine")
+    prompt = make_prompts()[-1]
+    served = serve(tmp_path / "engine", [prompt], MAX_TOKENS)
+    expected = logits_after(model, prompt + served.tokens[0])
+    rows = {positions[-1]: logits[-1] for positions, logits in served.logits if len(logits)}
+    assert sorted(rows) == list(range(len(prompt) - 1, len(prompt) + MAX_TOKENS - 1))
+    for position, logits in rows.items():
+        error = (torch.from_numpy(logits) - expected[position]).abs().max() / expected.abs().max()
+        assert error < 1e-4, f"position {position}"
+
+
+def test_preemption_changes_no_token(tmp_path: Path):
+    """A pool of 12 blocks cannot hold the 8 sequences: some are preempted and computed again."""
+    model = tiny_model("llama")
+    save_tiny(model, tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "engine")
+    prompts = make_prompts()
+    roomy = serve(tmp_path / "engine", prompts, MAX_TOKENS)
+    tight = serve(tmp_path / "engine", prompts, MAX_TOKENS, kv_cache_blocks=12)
+    assert tight.tokens == roomy.tokens
+    assert sum(tight.steps) > sum(roomy.steps)
