@@ -55,7 +55,6 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -70,13 +69,14 @@ def attention(
         raise UnsupportedError("the model builds its own attention mask", where=where)
     if not causal(module, kwargs):
         raise UnsupportedError("attention is not causal", where=where, hint="only decoder language models convert")
+    # An explicit None means the whole sequence; a model that passes nothing leaves the window to the mask, and its
+    # module usually knows it. `contract.check_attention` compares the outcome with the config.
+    window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _IRRELEVANT)
     if unknown:
         raise UnsupportedError(f"attention takes arguments that are not supported: {', '.join(unknown)}", where=where)
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError("cross-attention: queries and keys have different lengths", where=where)
-    if sliding_window is None:  # some models leave the window to the mask
-        sliding_window = getattr(module, "sliding_window", None)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out = torch.ops.llmbuild.paged_attention(
         q,
@@ -84,7 +84,7 @@ def attention(
         v,
         _layer_index(module),
         float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        int(sliding_window) if sliding_window else None,
+        int(window) if window else None,
         float(softcap) if softcap else None,
         s_aux,
     )

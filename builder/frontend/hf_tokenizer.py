@@ -23,7 +23,9 @@ _SIGNS = (
 
 
 def tokenizer_files(directory: Path, *, trust_remote_code: bool = False) -> dict[str, bytes]:
-    """Return `tokenizer.json`, `tokenizer_config.json` and, if present, `chat_template.jinja`, `generation_config.json`.
+    """Return the files of the engine's `tokenizer/` folder by name.
+
+    `tokenizer.json` and `tokenizer_config.json`; `chat_template.jinja` and `generation_config.json` if there are any.
 
     The tokenizer is opened by transformers, which also converts old forms, and written as transformers uses it: options
     of `tokenizer_config.json` that change ids (`add_bos_token`, added tokens) are in the result. Empty without any

@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from llmbuild.builder.frontend import hf_model, hf_tokenizer
 from llmbuild.builder.frontend.bind import Binding, bind
 from llmbuild.builder.frontend.buffers import recompute_buffer
-from llmbuild.builder.frontend.checkpoint import Checkpoint
 from llmbuild.builder.frontend.contract import is_attention, window_of
 from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
+from llmbuild.builder.frontend.source import ModelSource
 from llmbuild.builder.frontend.source_files import hash_files
 from llmbuild.builder.frontend.trace import Trace, trace
 from llmbuild.builder.ir import Constant, LayerKV, ModelInfo, Program, Rewrite, WeightExpr
 from llmbuild.errors import ModelError
 
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """What was found at the user's path, before anything is traced.
-
-    Attributes:
-        name: Name for reports.
-        config: transformers config.
-        checkpoint: Weights by name.
-        generation: `generation_config.json`, or {}.
-        tokenizer_files: For `Program.tokenizer_files`.
-        files: Every file read.
-    """
-
-    name: str
-    config: PretrainedConfig
-    checkpoint: Checkpoint
-    generation: dict[str, Any]
-    tokenizer_files: dict[str, bytes]
-    files: tuple[Path, ...]
 
 
 def load_program(
@@ -66,7 +42,7 @@ def load_program(
     report(1, 4, "tracing")
     traced = trace(source.config, dtype, trust_remote_code=trust_remote_code)
     report(2, 4, "binding weights")
-    binding, weights = _weights(traced, source.checkpoint)
+    binding, weights = _weights(traced, source)
     report(3, 4, "hashing files")
     program = Program(
         graph=traced.graph,
@@ -100,17 +76,20 @@ def open_source(path: Path, *, trust_remote_code: bool = False) -> ModelSource:
     )
 
 
-def _weights(traced: Trace, checkpoint: Checkpoint) -> tuple[Binding, dict[str, WeightExpr]]:
+def _weights(traced: Trace, source: ModelSource) -> tuple[Binding, dict[str, WeightExpr]]:
     """Give every weight placeholder its expression. Tied names keep their own placeholder until they are merged."""
     stored = set(traced.model.state_dict())
     needed = [name for name in traced.names.values() if name in stored]
-    binding = bind(traced.model, checkpoint, traced.ties, needed)
+    binding = bind(traced.model, source.checkpoint, traced.ties, needed)
     weights: dict[str, WeightExpr] = {name: Constant(value) for name, value in traced.literals.items()}
     for placeholder, name in traced.names.items():
         if name in stored:
             weights[placeholder] = binding.weights[binding.aliases.get(name, name)]
-        else:
-            weights[placeholder] = Constant(recompute_buffer(traced.model, name))
+            continue
+        value = recompute_buffer(traced.model, name)
+        if source.rope_factors is not None and name.endswith("inv_freq"):
+            value = value / source.rope_factors
+        weights[placeholder] = Constant(value)
     return binding, weights
 
 
@@ -126,7 +105,7 @@ def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
 
 def _info(source: ModelSource, traced: Trace) -> ModelInfo:
     config = source.config
-    logits = traced.graph.output_node().args[0].meta["val"]  # type: ignore[union-attr]
+    logits = traced.graph.output_node().args[0].meta["val"]
     own = source.generation
     eos = hf_model.token_ids(own.get("eos_token_id")) or hf_model.token_ids(getattr(config, "eos_token_id", None))
     bos = hf_model.token_ids(own.get("bos_token_id")) or hf_model.token_ids(getattr(config, "bos_token_id", None))

@@ -124,7 +124,8 @@ def _whole_slice(node: fx.Node) -> bool:
     start = node.args[2] if len(node.args) > 2 else None
     end = node.args[3] if len(node.args) > 3 else None
     step = node.args[4] if len(node.args) > 4 else 1
-    return start in (None, 0) and (end is None or (isinstance(end, int) and end > 1 << 40)) and step == 1
+    unbounded = end is None or (isinstance(end, int) and end > 1 << 40)
+    return not isinstance(start, fx.Node) and not start and unbounded and step in (None, 1)
 
 
 def _contracts(name: str, node: fx.Node, tokens: Any) -> bool:

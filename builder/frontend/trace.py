@@ -156,10 +156,9 @@ def _plain_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict
 
 
 def _drop_guards(graph: fx.Graph) -> None:
+    """Erase guards and asserts, then everything that only they used."""
     for node in list(graph.nodes):
-        if (node.op == "call_module" and str(node.target).startswith("_guards")) or (
-            node.op == "call_function" and ("_assert" in str(node.target) or "sym_constrain" in str(node.target))
-        ):
+        if any(word in str(node.target) for word in ("_guards", "_assert", "sym_constrain")) and not node.users:
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:

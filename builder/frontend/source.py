@@ -1,0 +1,35 @@
+"""What is known about a model before it is traced, whatever form it came in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from llmbuild.builder.frontend.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Everything at the user's path except the weights' data.
+
+    Attributes:
+        name: Name for reports.
+        config: transformers config.
+        checkpoint: Weights by name.
+        generation: Contents of `generation_config.json`, or {}.
+        tokenizer_files: For `Program.tokenizer_files`.
+        files: Every file read.
+        rope_factors: Divisors of the rotary frequencies [D/2] that the config cannot express, or None.
+    """
+
+    name: str
+    config: PretrainedConfig
+    checkpoint: Checkpoint
+    generation: dict[str, Any]
+    tokenizer_files: dict[str, bytes]
+    files: tuple[Path, ...]
+    rope_factors: Tensor | None = None
