@@ -45,11 +45,10 @@ def gguf_config(gguf: GGUFFile) -> PretrainedConfig:
     """
     name = gguf.require("general.architecture")
     architecture = find_architecture(name)
-    for key in gguf.keys():
+    for key in gguf.keys:
         if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in _KNOWN:
-            raise UnsupportedError(
-                f"GGUF metadata key {key} = {gguf.get(key)!r} is not supported", where=gguf.path.name
-            )
+            shown = f"{key} = {gguf.get(key)!r}"
+            raise UnsupportedError(f"GGUF metadata key {shown} is not supported", where=gguf.path.name)
 
     def require(key: str) -> int:
         value = gguf.require(f"{name}.{key}")
