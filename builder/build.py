@@ -35,6 +35,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     Raises:
         UserError: The model, an option or the output path is at fault; the message says which and what to do.
     """
+    start = time.perf_counter()
     choices = choose(config)
     check_output(config.output, force=config.force)
     check_build_packages()
@@ -50,7 +51,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     from llmbuild.builder.targets.registry import find_target
     from llmbuild.quantization.recipes import find_recipe
 
-    seconds: dict[str, float] = {}
+    seconds = {"start": time.perf_counter() - start}
     notes = list(choices.notes)
     dtype: torch.dtype = getattr(torch, choices.dtype)
 
@@ -84,7 +85,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 build=sections.build(choices, limits),
                 progress=reporter(progress, "write"),
             )
-    return BuildReport(writer.out, manifest, program.rewrites, notes, seconds)
+    return BuildReport(config.output, manifest, program.rewrites, notes, seconds)
 
 
 @contextmanager

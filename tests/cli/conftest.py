@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_engine import PAYLOAD, sections, write_engine
-from support.tiny_models import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, VOCAB_SIZE, byte_level_tokenizer
 from typer.testing import CliRunner
 
 from llmbuild.engine.manifest import LimitsSection
 from llmbuild.runtime.executors import registry
+from support.fake_engine import PAYLOAD, sections, write_engine
+from support.tiny_models import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, VOCAB_SIZE, byte_level_tokenizer
 
 REPORT = {
     "report_version": 1,

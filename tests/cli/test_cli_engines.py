@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from support.fake_engine import sections, write_engine
 
 # --- verify -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.console_blocks import Command, find_commands, first_missing, run_command
 
 ROOT = Path(__file__).parents[2]

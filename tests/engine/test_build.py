@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_engine import tree
 from torch import fx
 
 from llmbuild.builder import options
@@ -24,6 +23,7 @@ from llmbuild.engine.reader import open_engine
 from llmbuild.engine.verify import verify
 from llmbuild.errors import ConfigError, EngineError, UnsupportedError, UserError
 from llmbuild.quantization.blocks import BlockFormat
+from support.fake_engine import tree
 
 INFO = ModelInfo(
     name="tiny",
@@ -135,7 +135,7 @@ def test_build_writes_a_whole_engine_and_says_what_it_chose(tmp_path, seams):
     ]
     assert [step[0] for step in told if step[1] == step[2] or step[0] == "weights"][:2] == ["trace", "weights"]
     assert told[-1][:2] == ("write", told[-1][2])
-    assert list(report.seconds) == ["trace", "passes", "weights", "write"]
+    assert list(report.seconds) == ["start", "trace", "passes", "weights", "write"]
 
 
 def test_what_is_given_is_not_noted(tmp_path, seams):

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_engine import PAYLOAD, sections, tree, write_engine
 
 from llmbuild.engine.manifest import FileEntry, TargetSection
 from llmbuild.engine.reader import open_engine
 from llmbuild.engine.verify import verify
 from llmbuild.errors import EngineError
+from support.fake_engine import PAYLOAD, sections, tree, write_engine
 
 ALL_FILES = [*PAYLOAD, "engine.json", "engine.json.sha256"]
 

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fake_engine import PAYLOAD, sections, tree, write_engine, write_payload
 
 from llmbuild.engine import staging, writer
 from llmbuild.engine.reader import open_engine
 from llmbuild.engine.writer import EngineWriter
 from llmbuild.errors import ConfigError, EngineError
+from support.fake_engine import PAYLOAD, sections, tree, write_engine, write_payload
 
 TESTS = Path(__file__).parents[1]
 NEW = {"plan/model.onnx": b"new"}
