@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
 
 from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_limits
+from llmbuild.builder.report import BuildReport, write_report
 from llmbuild.engine.manifest import REPORT_NAME
 from llmbuild.engine.writer import EngineWriter, check_output
 
-if TYPE_CHECKING:
-    from llmbuild.builder.report import BuildReport
-
 __all__ = ["BuildConfig", "BuildReport", "Progress", "build"]
 
-
-class Progress(Protocol):
-    def __call__(self, phase: str, done: int, total: int, label: str) -> None:
-        """Told as work goes on. phase: "trace", "weights" or "write"; done of total, in units of the phase."""
-        ...
+# Called as progress(phase, done, total, label). phase: "trace", "weights" or "write"; done of total, in units of it.
+Progress = Callable[[str, int, int, str], None]
 
 
 def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildReport:
@@ -46,7 +40,6 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     from llmbuild.builder import sections
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.pipeline import optimize
-    from llmbuild.builder.report import BuildReport, write_report
     from llmbuild.builder.targets.base import CompileOptions
     from llmbuild.builder.targets.registry import find_target
     from llmbuild.quantization.recipes import find_recipe
@@ -59,7 +52,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
         program = load_program(
             config.model,
             dtype=dtype,
-            progress=reporter(progress, "trace"),
+            progress=under("trace", progress),
             trust_remote_code=config.trust_remote_code,
         )
     limits = resolve_limits(config, program.info, notes)
@@ -71,7 +64,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
         with phase("weights", seconds):
-            options = CompileOptions(limits, choices.dtype, reporter(progress, "weights"))
+            options = CompileOptions(limits, choices.dtype, under("weights", progress))
             compiled = find_target(choices.target).compile(program, options, writer.directory)
         sections.write_tokenizer(program, writer.directory)
         write_report(writer.directory / REPORT_NAME, program, compiled.weight_bytes, nodes_traced)
@@ -83,7 +76,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 limits=sections.limits(limits),
                 kv_cache=sections.kv_cache(program, choices, limits),
                 build=sections.build(choices, limits),
-                progress=reporter(progress, "write"),
+                progress=under("write", progress),
             )
     return BuildReport(config.output, manifest, program.rewrites, notes, seconds)
 
@@ -95,13 +88,11 @@ def phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[name] = time.perf_counter() - start
 
 
-class reporter:
-    """Passes `(done, total, label)` on to a `Progress` under the name of a phase."""
+def under(phase: str, progress: Progress | None) -> Callable[..., None]:
+    """Return a function of (done, total, label="") that reports under the name of a phase."""
 
-    def __init__(self, progress: Progress | None, phase: str) -> None:
-        self.progress = progress
-        self.phase = phase
+    def report(done: int, total: int, label: str = "") -> None:
+        if progress is not None:
+            progress(phase, done, total, label)
 
-    def __call__(self, done: int, total: int, label: str = "") -> None:
-        if self.progress is not None:
-            self.progress(self.phase, done, total, label)
+    return report

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmbuild.builder.ir import Program, Rewrite
-from llmbuild.engine.manifest import Manifest
+if TYPE_CHECKING:
+    from llmbuild.builder.ir import Program, Rewrite
+    from llmbuild.engine.manifest import Manifest
 
 REPORT_VERSION = 1
 

@@ -87,7 +87,9 @@ def throughput(
             )
         finally:
             llm.close()
-        rows = [(name, record[name], "", "", "") for name in ("requests_per_s", "output_tok_s", "total_tok_s")]
+        rows: list[tuple[Any, ...]] = [
+            (name, record[name], "", "", "") for name in ("requests_per_s", "output_tok_s", "total_tok_s")
+        ]
         rows += [(name, *_cells(record[name])) for name in ("ttft_ms", "ms_per_token")]
         title = f"Throughput: {num_prompts} requests, {input_len} tokens in, {output_len} out"
         _print(engine, record, title, rows, output_json, as_json)

@@ -294,3 +294,11 @@ def test_least_size_counts_blocks_at_their_width(seams):
     weight = Stored(torch.zeros(16, 64))
     program.weights = {"q": BlockPart(weight, "q"), "scale": BlockPart(weight, "scale")}
     assert least_weight_bytes(program) == 16 * 64 // 2 + 16 * 2 * 2
+
+
+def test_the_package_exports_the_build():
+    import llmbuild
+
+    assert llmbuild.build is build
+    assert llmbuild.BuildConfig is BuildConfig
+    assert llmbuild.BuildReport.__name__ == "BuildReport"
