@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -52,6 +53,16 @@ def test_damaged_engine_is_refused(invoke, engine, command):
     result = invoke(*command.split(), engine)
     assert result.exit_code == 2
     assert "error: the engine is damaged: weights/model.safetensors: truncated: 5 bytes, expected 5120" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "chat", "bench latency", "run -p x"])
+def test_engine_of_a_newer_format_is_refused(invoke, engine, command):
+    raw = (engine / "engine.json").read_bytes().replace(b'"format_version": 1', b'"format_version": 2')
+    (engine / "engine.json").write_bytes(raw)
+    (engine / "engine.json.sha256").write_text(f"{hashlib.sha256(raw).hexdigest()}  engine.json\n")
+    result = invoke(*command.split(), engine)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the engine has format version 2; this llmbuild reads version 1" in result.stderr
 
 
 # --- inspect ----------------------------------------------------------------------------------------------------------
