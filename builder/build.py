@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_limits
+from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_dtype, resolve_limits
 from llmbuild.builder.report import BuildReport, write_report
 from llmbuild.engine.manifest import REPORT_NAME
 from llmbuild.engine.writer import EngineWriter, check_output
@@ -46,12 +46,13 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
 
     seconds = {"start": time.perf_counter() - start}
     notes = list(choices.notes)
-    dtype: torch.dtype = getattr(torch, choices.dtype)
+    target = find_target(choices.target)
+    dtype = resolve_dtype(config, target, notes)
 
     with phase("trace", seconds):
         program = load_program(
             config.model,
-            dtype=dtype,
+            dtype=getattr(torch, dtype),
             progress=under("trace", progress),
             trust_remote_code=config.trust_remote_code,
         )
@@ -64,18 +65,18 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
         with phase("weights", seconds):
-            options = CompileOptions(limits, choices.dtype, under("weights", progress))
-            compiled = find_target(choices.target).compile(program, options, writer.directory)
+            options = CompileOptions(limits, dtype, under("weights", progress))
+            compiled = target.compile(program, options, writer.directory)
         sections.write_tokenizer(program, writer.directory)
         write_report(writer.directory / REPORT_NAME, program, compiled.weight_bytes, nodes_traced)
         with phase("write", seconds):
             manifest = writer.commit(
                 model=sections.model(program.info),
-                target=sections.target(choices.target, compiled),
-                precision=sections.precision(choices, compiled),
+                target=sections.target(target.name, compiled),
+                precision=sections.precision(dtype, choices.quant, compiled),
                 limits=sections.limits(limits),
-                kv_cache=sections.kv_cache(program, choices, limits),
-                build=sections.build(choices, limits),
+                kv_cache=sections.kv_cache(program, dtype, limits),
+                build=sections.build(choices, dtype, limits),
                 progress=under("write", progress),
             )
     return BuildReport(config.output, manifest, program.rewrites, notes, seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +11,10 @@ from llmbuild.errors import ConfigError, UnsupportedError, nearest
 
 if TYPE_CHECKING:
     from llmbuild.builder.ir import ModelInfo
-    from llmbuild.builder.targets.base import Limits
+    from llmbuild.builder.targets.base import Limits, Target
 
-# What each target computes in. The interface also names the targets and dtypes that later versions bring.
-TARGET_DTYPES: Mapping[str, tuple[str, ...]] = {"cpu": ("float32",)}
-LATER_TARGETS = ("cuda", "tensorrt", "tensorrt-rtx")
+# The command line names all targets of the plan; those not in the table of targets yet are refused as such.
+PLANNED_TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 DTYPES = ("float32", "bfloat16", "float16")
 
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -74,19 +72,18 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class Choices:
-    """target, dtype, quant: given or chosen. notes: one line for each choice that the user did not make."""
+    """target, quant: given or chosen. notes: one line for each choice that the user did not make."""
 
     target: str
-    dtype: str
     quant: str
     notes: list[str] = field(default_factory=list)
 
 
 def choose(config: BuildConfig) -> Choices:
-    """Settle target, dtype and recipe before anything heavy is imported.
+    """Settle target and recipe, and check names, before anything heavy is imported.
 
     Raises:
-        UnsupportedError: The target or dtype is of a later version, or the target does not compute in the dtype.
+        UnsupportedError: The target is of a later version.
         ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF.
     """
     from llmbuild.quantization.recipes import find_recipe
@@ -96,12 +93,11 @@ def choose(config: BuildConfig) -> Choices:
     if target is None:
         target = "cpu"
         notes.append("target cpu: the only one of this version")
-    _check_target(target)
-    dtype = config.dtype
-    if dtype is None:
-        dtype = TARGET_DTYPES[target][0]
-        notes.append(f"dtype {dtype}: what the {target} target computes in")
-    _check_dtype(target, dtype)
+    _check_target_name(target)
+    if config.dtype is not None and config.dtype not in DTYPES:
+        raise ConfigError(
+            f"unknown dtype {config.dtype!r}", where=_option("dtype"), hint=nearest(config.dtype, list(DTYPES))
+        )
     is_gguf = config.model.suffix == ".gguf"
     quant = config.quant
     if quant is None:
@@ -112,34 +108,48 @@ def choose(config: BuildConfig) -> Choices:
     if quant == "gguf" and not is_gguf:
         raise ConfigError(
             f"the recipe 'gguf' keeps the blocks of a GGUF file, but {config.model.name} is not one",
-            where="--quant",
+            where=_option("quant"),
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
-    return Choices(target, dtype, quant, notes)
+    return Choices(target, quant, notes)
 
 
-def _check_target(target: str) -> None:
-    if target in TARGET_DTYPES:
+def _check_target_name(target: str) -> None:
+    from llmbuild.builder.targets.registry import TARGETS
+
+    if target in TARGETS:
         return
-    available = ", ".join(TARGET_DTYPES)
-    if target in LATER_TARGETS:
+    if target in PLANNED_TARGETS:
         raise UnsupportedError(
-            f"target {target!r} is not in this version of llmbuild", where="--target", hint=f"available: {available}"
+            f"target {target!r} is not in this version of llmbuild",
+            where=_option("target"),
+            hint=f"available: {', '.join(TARGETS)}",
         )
-    known = [*TARGET_DTYPES, *LATER_TARGETS]
-    raise ConfigError(f"unknown target {target!r}", where="--target", hint=nearest(target, known))
-
-
-def _check_dtype(target: str, dtype: str) -> None:
-    if dtype in TARGET_DTYPES[target]:
-        return
-    if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}", where="--dtype", hint=nearest(dtype, list(DTYPES)))
-    raise UnsupportedError(
-        f"the {target} target does not compute in {dtype}",
-        where="--dtype",
-        hint=f"use --dtype {TARGET_DTYPES[target][0]}; --quant int8-wo or int4-wo makes the engine smaller and faster",
+    raise ConfigError(
+        f"unknown target {target!r}", where=_option("target"), hint=nearest(target, list(PLANNED_TARGETS))
     )
+
+
+def resolve_dtype(config: BuildConfig, target: Target, notes: list[str]) -> str:
+    """Settle the computation dtype once the target is known; adds a note when the user did not give it.
+
+    Raises:
+        ConfigError: The target cannot build on this machine.
+        UnsupportedError: It does not compute in the dtype.
+    """
+    reason = target.probe()
+    if reason is not None:
+        raise ConfigError(f"the {target.name} target cannot build here: {reason}", where=_option("target"))
+    if config.dtype is None:
+        notes.append(f"dtype {target.dtypes[0]}: what the {target.name} target computes in")
+        return target.dtypes[0]
+    if config.dtype not in target.dtypes:
+        raise UnsupportedError(
+            f"the {target.name} target does not compute in {config.dtype}",
+            where=_option("dtype"),
+            hint=f"use --dtype {' or '.join(target.dtypes)}; --quant int8-wo or int4-wo makes the engine smaller",
+        )
+    return config.dtype
 
 
 def resolve_limits(config: BuildConfig, info: ModelInfo, notes: list[str]) -> Limits:

@@ -41,8 +41,8 @@ def target(name: str, compiled: CompiledTarget) -> TargetSection:
     return TargetSection(name=name, requires=compiled.requires, toolchain=compiled.toolchain, section=compiled.section)
 
 
-def precision(choices: Choices, compiled: CompiledTarget) -> PrecisionSection:
-    return PrecisionSection(dtype=choices.dtype, recipe=choices.quant, weights=compiled.weight_bytes)
+def precision(dtype: str, recipe: str, compiled: CompiledTarget) -> PrecisionSection:
+    return PrecisionSection(dtype=dtype, recipe=recipe, weights=compiled.weight_bytes)
 
 
 def limits(limits: Limits) -> LimitsSection:
@@ -51,20 +51,20 @@ def limits(limits: Limits) -> LimitsSection:
     )
 
 
-def kv_cache(program: Program, choices: Choices, limits: Limits) -> KVCacheSection:
+def kv_cache(program: Program, dtype: str, limits: Limits) -> KVCacheSection:
     layers = [
         LayerKVSection(
             num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, v_head_dim=layer.v_head_dim, window=layer.window
         )
         for layer in program.kv_layers
     ]
-    return KVCacheSection(dtype=choices.dtype, block_size=limits.block_size, layers=layers)
+    return KVCacheSection(dtype=dtype, block_size=limits.block_size, layers=layers)
 
 
-def build(choices: Choices, limits: Limits) -> BuildSection:
+def build(choices: Choices, dtype: str, limits: Limits) -> BuildSection:
     options = {
         "target": choices.target,
-        "dtype": choices.dtype,
+        "dtype": dtype,
         "quant": choices.quant,
         "max_batch_size": limits.max_batch_size,
         "max_num_tokens": limits.max_num_tokens,

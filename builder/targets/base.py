@@ -52,7 +52,10 @@ class CompiledTarget:
 
 
 class Target(Protocol):
+    """name: as in the table of targets. dtypes: names of what it can compute in, the default first."""
+
     name: str
+    dtypes: tuple[str, ...]
 
     def probe(self) -> str | None:
         """Return None when this target can build here, else the reason and what to install."""

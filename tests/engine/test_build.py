@@ -46,6 +46,7 @@ class Seams:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fail: dict[str, BaseException] = {}
+        self.missing: str | None = None
         self.info = INFO
         self.options: CompileOptions | None = None
         self.recipe: Any = None
@@ -69,7 +70,7 @@ class Seams:
         program.rewrites.append(Rewrite("a+b ⇒ c", 2, ["shape (3,) is odd"]))
 
     def find_target(self, name: str) -> Any:
-        return SimpleNamespace(name=name, compile=self.compile)
+        return SimpleNamespace(name=name, dtypes=("float32",), probe=lambda: self.missing, compile=self.compile)
 
     def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
         self.options = options
@@ -92,7 +93,7 @@ def seams(monkeypatch) -> Seams:
     modules = {
         "llmbuild.builder.frontend.load": SimpleNamespace(load_program=fakes.load_program),
         "llmbuild.builder.pipeline": SimpleNamespace(optimize=fakes.optimize),
-        "llmbuild.builder.targets.registry": SimpleNamespace(find_target=fakes.find_target),
+        "llmbuild.builder.targets.registry": SimpleNamespace(find_target=fakes.find_target, TARGETS={"cpu": "fake"}),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -128,8 +129,8 @@ def test_build_writes_a_whole_engine_and_says_what_it_chose(tmp_path, seams):
     }
     assert report.notes == [
         "target cpu: the only one of this version",
-        "dtype float32: what the cpu target computes in",
         "quant none: no quantization",
+        "dtype float32: what the cpu target computes in",
         "max_seq_len 4096: the model was made for 6000, --max-seq-len raises the limit",
         "max_num_tokens 512: longer prompts are processed in chunks of that many tokens",
     ]
@@ -183,7 +184,7 @@ def test_paths_and_times_leave_no_trace(tmp_path, seams):
             dict(dtype="bfloat16"),
             UnsupportedError,
             "the cpu target does not compute in bfloat16\n  where: --dtype\n"
-            "  next:  use --dtype float32; --quant int8-wo or int4-wo makes the engine smaller and faster",
+            "  next:  use --dtype float32; --quant int8-wo or int4-wo makes the engine smaller",
         ),
         (
             dict(dtype="fp32"),
@@ -252,6 +253,13 @@ def test_missing_build_packages_are_named(tmp_path, seams, monkeypatch):
         "converting a model needs packages that are not installed: no_such_package_a, no_such_package_b\n"
         '  next:  pip install "llmbuild[build]"; running an engine does not need them'
     )
+
+
+def test_target_that_cannot_build_here(tmp_path, seams):
+    seams.missing = "no compiler, install g++"
+    with pytest.raises(ConfigError) as error:
+        build(config(tmp_path))
+    assert str(error.value) == "the cpu target cannot build here: no compiler, install g++\n  where: --target"
 
 
 # --- failures on the way ----------------------------------------------------------------------------------------------
