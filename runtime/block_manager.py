@@ -80,6 +80,8 @@ class BlockManager:
     def check_invariants(self, holders: Iterable[Sequence]) -> None:
         """Recompute the bookkeeping from the tables of `holders`, all sequences that hold blocks, and compare.
 
+        Errors are raised, not asserted: the checks must not vanish under `python -O`.
+
         Raises:
             AssertionError: A block is lost, free twice, free while held, or counted wrongly.
         """
@@ -90,19 +92,18 @@ class BlockManager:
                 raise AssertionError(f"{sequence} holds no row")
             rows.append(sequence.row)
             table = self.table(sequence)
-            _require(len(set(table.tolist())) == len(table), f"{sequence} holds a block twice: {table}")
-            _require(not self.tables[sequence.row, sequence.num_blocks :].any(), f"{sequence}: row is not 0 at its end")
-            _require(
-                sequence.num_cached <= len(table) * self.block_size, f"{sequence}: {len(table)} blocks are too few"
-            )
+            if len(set(table.tolist())) != len(table):
+                raise AssertionError(f"{sequence} holds a block twice: {table}")
+            if self.tables[sequence.row, sequence.num_blocks :].any():
+                raise AssertionError(f"{sequence}: its row is not 0 past its blocks")
+            if sequence.num_cached > len(table) * self.block_size:
+                raise AssertionError(f"{sequence} has only {len(table)} blocks")
             counted[table] += 1
-        _require(np.array_equal(counted, self._references), "reference counts differ from the tables")
-        _require(sorted(self._free) == np.flatnonzero(counted == 0).tolist(), "free list differs from the tables")
-        _require(sorted(rows) == list(range(len(self.tables))), f"rows are lost or doubled: {sorted(rows)}")
-        _require(not self.tables[self._free_rows].any(), "a free row is not 0")
-
-
-def _require(condition: bool | np.bool_, text: str) -> None:
-    # Not an assert statement: these checks must not vanish under `python -O`.
-    if not condition:
-        raise AssertionError(text)
+        if not np.array_equal(counted, self._references):
+            raise AssertionError("the reference counts differ from the tables")
+        if sorted(self._free) != np.flatnonzero(counted == 0).tolist():
+            raise AssertionError("the free list differs from the tables")
+        if sorted(rows) != list(range(len(self.tables))):
+            raise AssertionError(f"rows are lost or doubled: {sorted(rows)}")
+        if self.tables[self._free_rows].any():
+            raise AssertionError("a free row is not 0")

@@ -69,7 +69,7 @@ class EngineCore:
         if active is None:
             return None
         for completion in active.completions:
-            if completion.finish_reason is None:
+            if completion.sequence in self._completions:
                 completion.abort()
                 self._retire(active, completion)
         return self._output(active, time.monotonic())
