@@ -107,45 +107,78 @@ def _pick(values: np.ndarray, batch: SamplingBatch, row: int) -> int:
     if min_p > 0:
         weights[weights < min_p] = 0  # the highest weight is 1
     if 0 < top_k < len(weights):
-        ids = largest(values, top_k)
+        kept = largest(values, top_k)
         if top_p < 1:
-            ids = ids[: _nucleus(np.cumsum(weights[ids], dtype=np.float64), top_p)]
-        return int(ids[_invert(weights[ids], chosen)])
-    if top_p < 1:
-        ids = _likeliest_reaching(values, weights, top_p)
-        return int(ids[_invert(weights[ids], chosen)])
-    return _invert(weights, chosen)
-
-
-def _invert(weights: np.ndarray, chosen: float) -> int:
-    """Return the index at which the running sum of `weights` passes `chosen` (in [0, 1)) of their sum."""
-    sums = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(sums, chosen * sums[-1], side="right"))
-    # Rounding may make chosen * total the total itself: then the last index with any weight.
-    return index if index < len(sums) else int(np.flatnonzero(weights)[-1])
-
-
-def _nucleus(sums: np.ndarray, top_p: float) -> int:
-    """Return how many of the falling weights with running sums `sums` are needed to reach top_p of the last sum."""
-    return min(int(np.searchsorted(sums, top_p * sums[-1], side="left")) + 1, len(sums))
-
-
-def _likeliest_reaching(values: np.ndarray, weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Return the fewest likeliest ids whose weights reach top_p of the sum, looking at few ids while that suffices.
-
-    The order is that of the logits: a high temperature can round different logits to the same weight.
-    """
-    wanted = top_p * float(np.sum(weights, dtype=np.float64))
-    count = 64
-    while True:
-        ids = largest(values, count)
-        sums = np.cumsum(weights[ids], dtype=np.float64)
-        if sums[-1] >= wanted or count >= len(weights):
-            return ids[: min(int(np.searchsorted(sums, wanted, side="left")) + 1, len(ids))]
-        count *= 16
+            sums = np.cumsum(weights[kept], dtype=np.float64)
+            kept = kept[: _reaching(sums, top_p * sums[-1])]
+        kept.sort()  # the draw walks the ids in rising order, whatever has cut them
+    elif top_p < 1:
+        kept = _nucleus(values, weights, temperature, top_p)
+    else:
+        return _invert(weights, chosen)
+    return int(kept[_invert(weights[kept], chosen)])
 
 
 _BLOCK = 64
+
+
+def _invert(weights: np.ndarray, chosen: float) -> int:
+    """Return the index at which the running sum of `weights` passes `chosen` (in [0, 1)) of their sum.
+
+    The running sum goes over blocks first, then inside the block where the draw falls: most weights are added once.
+    """
+    whole = len(weights) // _BLOCK * _BLOCK
+    by_block = np.append(
+        np.add.reduce(weights[:whole].reshape(-1, _BLOCK), axis=1, dtype=np.float64),
+        np.add.reduce(weights[whole:], dtype=np.float64),
+    )
+    sums = np.cumsum(by_block)
+    target = chosen * sums[-1]
+    block = min(int(np.searchsorted(sums, target, side="right")), len(sums) - 1)
+    first = block * _BLOCK
+    inside = np.cumsum(weights[first : first + _BLOCK], dtype=np.float64)
+    index = first + int(np.searchsorted(inside, target - (sums[block - 1] if block else 0.0), side="right"))
+    # Rounding may put the draw past a block's own running sum: then the last token before it that has any weight.
+    return index if index < first + len(inside) else int(np.flatnonzero(weights[:index])[-1])
+
+
+def _reaching(sums: np.ndarray, wanted: float) -> int:
+    """Return how many terms the running sums `sums` need to reach `wanted`; all, if rounding keeps them below it."""
+    return min(int(np.searchsorted(sums, wanted, side="left")) + 1, len(sums))
+
+
+_FEW = 256
+_BINS = 4096
+
+
+def _nucleus(values: np.ndarray, weights: np.ndarray, temperature: np.float32, top_p: float) -> np.ndarray:
+    """Return the fewest likeliest ids whose weights reach top_p of the sum, in rising order.
+
+    Most often few tokens suffice. In a flat distribution, tokens are counted into bins by how far their logit is below
+    the highest, and only the bin in which the nucleus ends is sorted. Logits decide, not weights: a high temperature
+    can round different logits to one weight.
+
+        bins:  |--- in, together `inside` ---|-- the end lies here --|--- out ---|
+               0                            end                              _BINS
+    """
+    wanted = top_p * float(np.sum(weights, dtype=np.float64))
+    likeliest = largest(values, _FEW)
+    sums = np.cumsum(weights[likeliest], dtype=np.float64)
+    if sums[-1] >= wanted:
+        return np.sort(likeliest[: _reaching(sums, wanted)])
+    with np.errstate(over="ignore"):
+        # The last bin takes all that is e^-16 or less of the highest.
+        below = (values.max() - values) * np.float32(min(_BINS / (16 * float(temperature)), 1e30))
+    bins = np.minimum(below, np.float32(_BINS - 1)).astype(np.int32)
+    sums = np.cumsum(np.bincount(bins, weights=weights, minlength=_BINS))
+    end = _reaching(sums, wanted) - 1
+    inside = sums[end - 1] if end > 0 else 0.0
+    edge = np.flatnonzero(bins == end)
+    edge = edge[np.argsort(-values[edge], kind="stable")]
+    needed = _reaching(inside + np.cumsum(weights[edge], dtype=np.float64), wanted)
+    kept = bins < end
+    kept[edge[:needed]] = True
+    return np.flatnonzero(kept)
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:

@@ -66,13 +66,11 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step's tokens and give them blocks. Empty only when there is no work."""
         step = Schedule([], [])
-        waiting = len(self.waiting)
         budget = self._schedule_decodes(step, self._limits.max_num_tokens)
-        preempted = len(self.waiting) > waiting
         budget = self._continue_prefills(step, budget)
-        # Blocks ran out this very step: admitting now would only preempt again.
-        if not preempted:
-            self._admit(step, budget)
+        # Whoever was preempted just now stands at the head of the queue and cannot come back in this step: less is
+        # free than it held.
+        self._admit(step, budget)
         return step
 
     def commit(self, step: Schedule) -> None:

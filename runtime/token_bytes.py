@@ -3,6 +3,9 @@
 The decoder of a `tokenizer.json` is a short program over token strings. Its kinds used by decoder LMs come down to a
 map from each token to bytes: the byte-level alphabet of GPT-2, or `▁` for a space with `<0xNN>` for single bytes.
 A decoder that is no such map is refused by name.
+
+One difference is wanted: of a run of `<0xNN>` tokens with a broken character in it, `tokenizers` throws the whole run
+away; here the characters before and after the broken one stay, because a stream has shown them already.
 """
 
 from __future__ import annotations

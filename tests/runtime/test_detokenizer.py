@@ -81,3 +81,9 @@ def test_a_decoder_that_looks_at_neighbours_is_refused_by_name() -> None:
         TokenBytes(library, json.loads(library.to_str())["decoder"])
     with pytest.raises(UnsupportedError, match="'Replace'"):
         TokenBytes(library, {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"})
+
+
+def test_a_broken_byte_spares_the_characters_around_it() -> None:
+    library, tokenizer = (make(byte_fallback_definition()) for make in (tokenizers.Tokenizer.from_str, Tokenizer))
+    run = [library.token_to_id(f"<0x{byte:02X}>") for byte in (*"½".encode(), 0xFF, *"é".encode())]
+    assert deltas(tokenizer, run) == ["", "½", "\ufffd", "", "é", ""]

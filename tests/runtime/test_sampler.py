@@ -30,7 +30,7 @@ def make_batch(rows: int, *, extras=None, token_indices=None, **values) -> Sampl
 
 
 def plain_sample(logits, *, temperature, top_k, top_p, min_p, draw) -> int:
-    """Sort everything by (-logit, id), cut, and walk the running sum."""
+    """Sort everything by (-logit, id), cut, and walk the running sum in the order of the ids."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if temperature == 0:
         return order[0]
@@ -47,8 +47,7 @@ def plain_sample(logits, *, temperature, top_k, top_p, min_p, draw) -> int:
             if running >= float(np.float32(top_p)) * total:
                 break
         kept = cut
-    elif not cut_by_k:
-        kept = list(range(len(logits)))
+    kept.sort()
     total, running = sum(float(weights[i]) for i in kept), 0.0
     for i in kept:
         running += float(weights[i])
