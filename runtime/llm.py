@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,10 @@ class LLM:
 def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__") or isinstance(prompts, Mapping):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__}", hint="give a text, a list of token ids, or a list of either"
+        )
     if len(prompts) == 0:
         return False
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from llmbuild.errors import ConfigError
 from llmbuild.runtime.executor import Executor
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.tokenizer import Tokenizer
@@ -28,8 +29,12 @@ def load_engine(
         kv_cache_blocks: Blocks of the KV pool; None sizes it for the engine's limits and the memory there is.
 
     Raises:
+        ConfigError: An option is no positive integer.
         EngineError: Damaged, incomplete, of another version, or not for this machine.
     """
+    for name, value in {"num_threads": num_threads, "kv_cache_blocks": kv_cache_blocks}.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} is {value!r}", hint="allowed: None, or an integer of at least 1")
     from llmbuild.engine.reader import open_engine
     from llmbuild.runtime.executors.registry import load_executor
 

@@ -53,6 +53,14 @@ def test_prompts_in_every_form() -> None:
     assert [o.prompt_token_ids for o in llm.generate(["a", [98], "c"], GREEDY)] == [[97], [98], [99]]
 
 
+@pytest.mark.parametrize("prompts", [{"prompt": "x"}, 5, None, (p for p in "ab"), {1, 2}])
+def test_prompts_of_another_kind(prompts) -> None:
+    with pytest.raises(RequestError, match=f"prompts is {type(prompts).__name__}"):
+        make_llm().generate(prompts, GREEDY)
+    with pytest.raises(RequestError, match="must be a list of integers"):
+        make_llm().generate([{"prompt": "x"}], GREEDY)
+
+
 def test_params_for_all_or_for_each() -> None:
     llm = make_llm()
     one, two = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3, ignore_eos=True)])
