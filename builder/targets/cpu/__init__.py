@@ -1,1 +1,1 @@
-"""The cpu target: FX graph -> ONNX -> onnxruntime."""
+"""The cpu target. `target.py` is the way in; `lower/table.py` lists what it can lower; `native/` are its operators."""

@@ -1,0 +1,171 @@
+"""Builds the ONNX graph node by node: names, constants, external weights, and the value of each FX node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import fx
+
+from llmbuild.builder.ir import Program, WeightExpr
+from llmbuild.builder.targets.base import Limits
+from llmbuild.builder.targets.cpu.weight_file import Entry, WeightFile
+
+OPSET = 23
+CONTRIB = "com.microsoft"  # onnxruntime's own fused operators
+NATIVE = "llmbuild.cpu"  # ours, from native/
+
+ONNX_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
+
+Value = str | tuple[str, ...]  # the ONNX name of an FX node's result, or one per output
+
+
+class Emitter:
+    """The ONNX graph under construction.
+
+    Attributes:
+        program: What is being lowered.
+        limits: What the engine is built for.
+        native: Whether the graph may use the operators of native/ (a library beside the graph).
+        weights: Initializers that live in the weight file.
+        values: ONNX name(s) of each FX node lowered so far.
+        inputs: Graph inputs in order.
+        outputs: Graph outputs in order.
+    """
+
+    def __init__(self, program: Program, limits: Limits, *, native: bool) -> None:
+        self.program = program
+        self.limits = limits
+        self.native = native
+        self.weights = WeightFile()
+        self.values: dict[fx.Node, Value] = {}
+        self.inputs: dict[str, onnx.ValueInfoProto] = {}
+        self.outputs: dict[str, onnx.ValueInfoProto] = {}
+        self.scope = ""
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: dict[str, TensorProto] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self._names: dict[str, int] = {}
+        self._shared: dict[tuple[Any, ...], str] = {}
+
+    # ------------------------------------------------------------------------------------------------ operators
+    def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        """Append an operator with one output and return the output's name."""
+        return self.ops(kind, *inputs, outputs=1, domain=domain, **attributes)[0]
+
+    def ops(
+        self, kind: str, *inputs: str, outputs: int | Sequence[bool], domain: str = "", **attributes: Any
+    ) -> tuple[str, ...]:
+        """Append an operator and return its output names. `outputs`: how many, or which of them are wanted."""
+        wanted = [True] * outputs if isinstance(outputs, int) else list(outputs)
+        base = self._unique(self.scope or kind)
+        names = tuple((base if len(wanted) == 1 else f"{base}.{i}") if want else "" for i, want in enumerate(wanted))
+        attributes = {key: value for key, value in attributes.items() if value is not None}
+        self._nodes.append(helper.make_node(kind, inputs, names, name=base, domain=domain, **attributes))
+        return names
+
+    def shared(self, key: tuple[Any, ...], make: Any) -> str:
+        """Return `make()`, computed once per `key`: values every layer needs, such as a target shape."""
+        if key not in self._shared:
+            scope, self.scope = self.scope, str(key[0])
+            self._shared[key] = make()
+            self.scope = scope
+        return self._shared[key]
+
+    # ------------------------------------------------------------------------------------------------ constants
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        """Return the name of a small constant that is stored in the graph itself. Equal constants are one."""
+        array = np.asarray(value, dtype=dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = self._unique("constant")
+            self._initializers[name] = numpy_helper.from_array(array, name)
+            self._constants[key] = name
+        return self._constants[key]
+
+    def ints(self, *values: int) -> str:
+        return self.constant(values, np.int64)
+
+    def external(self, name: str, entry: Entry) -> str:
+        """Declare an initializer whose data are written to the weight file under `name`."""
+        self.weights.add(name, entry)
+        tensor = TensorProto()
+        tensor.name = name
+        tensor.data_type = helper.np_dtype_to_tensor_dtype(entry.dtype)
+        tensor.dims.extend(entry.shape)
+        # The runtime hands onnxruntime the mapped data by name; the location only says that there are none in here.
+        tensor.data_location = TensorProto.EXTERNAL
+        location = tensor.external_data.add()
+        location.key, location.value = "location", "cpu.safetensors"
+        self._initializers[name] = tensor
+        return name
+
+    def external_once(self, name: str, entry: Entry) -> str:
+        """Like `external`, for a weight that several nodes may declare."""
+        return name if name in self.weights.entries else self.external(name, entry)
+
+    def tensor(self, node: Any) -> str:
+        """Return the ONNX name of an FX argument that is a single tensor: a node's value or a plain weight."""
+        if node not in self.values:
+            expr = self.program.weight_of(node)
+            if expr is None:
+                raise KeyError(f"{node} has no value yet")
+            self.values[node] = self.external(node.name, plain_entry(expr))
+        value = self.values[node]
+        assert isinstance(value, str)
+        return value
+
+    # ------------------------------------------------------------------------------------------- inputs, outputs
+    def add_input(self, name: str, dtype: int, shape: Sequence[int | str]) -> str:
+        if name not in self.inputs:
+            self.inputs[name] = helper.make_tensor_value_info(name, dtype, shape)
+        return name
+
+    def add_output(self, name: str, dtype: int, shape: Sequence[int | str]) -> str:
+        self.outputs[name] = helper.make_tensor_value_info(name, dtype, shape)
+        return name
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a value that an operator makes the name `new` (graph outputs have fixed names)."""
+        for node in self._nodes:
+            for names in (node.input, node.output):
+                for i, name in enumerate(names):
+                    if name == old:
+                        names[i] = new
+
+    def model(self, name: str) -> onnx.ModelProto:
+        graph = helper.make_graph(
+            self._nodes,
+            name,
+            list(self.inputs.values()),
+            list(self.outputs.values()),
+            list(self._initializers.values()),
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        if self.native:
+            opsets.append(helper.make_opsetid(NATIVE, 1))
+        return helper.make_model(graph, opset_imports=opsets, producer_name="llmbuild", ir_version=10)
+
+    def _unique(self, name: str) -> str:
+        count = self._names.get(name, 0)
+        self._names[name] = count + 1
+        return name if count == 0 else f"{name}.{count}"
+
+
+def plain_entry(expr: WeightExpr) -> Entry:
+    """The entry of a weight that is kept as it is."""
+    from llmbuild.builder.targets.cpu.layouts import numpy_dtype
+
+    dtype = numpy_dtype(expr.dtype)
+    return Entry(tuple(expr.shape), dtype, lambda: expr.load().numpy(), dtype.name)

@@ -1,0 +1,180 @@
+"""Block-quantized weights in the layouts that the operators read. Values are moved, never rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from llmbuild.builder.ir import BlockPart, Program
+
+Array = npt.NDArray[Any]
+
+# Formats whose scales and offsets are float16 in the file; the others need float32.
+HALF_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return torch.zeros((), dtype=dtype).numpy().dtype
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The operands of `linear_blockwise` or `embedding_blockwise`, not loaded yet.
+
+    W[n, k] = scale[n, k // block_size] * (q[n, k] - zero) + offset[n, k // block_size], W is [rows, columns].
+    """
+
+    name: str
+    rows: int
+    columns: int
+    bits: int
+    block_size: int
+    zero: int
+    has_offset: bool
+    source: str
+    load: Callable[[], tuple[Array, Array, Array | None]]
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.columns // self.block_size)
+
+
+def blocks_of(
+    program: Program, q: fx.Node, scale: fx.Node, offset: fx.Node | None, bits: int, block_size: int, zero: int
+) -> Blocks:
+    """Describe a block-quantized weight from the arguments of the op that reads it."""
+    parts = [program.weights[node.name] for node in (q, scale, offset) if node is not None]
+    sources = {id(part.source) for part in parts if isinstance(part, BlockPart)}
+    rows, columns = parts[0].shape
+    one_source = all(isinstance(part, BlockPart) for part in parts) and len(sources) == 1
+    form = parts[0].source.block_format if one_source else None  # type: ignore[attr-defined]
+
+    def load() -> tuple[Array, Array, Array | None]:
+        if one_source:  # read the blocks once, not once a part
+            loaded = parts[0].source.load_blocks()  # type: ignore[attr-defined]
+            arrays = [loaded.q, loaded.scale, loaded.offset]
+        else:
+            arrays = [part.load() for part in parts]
+        values = [None if array is None else array.numpy() for array in arrays]
+        return values[0], values[1], values[2] if offset is not None else None
+
+    return Blocks(
+        name=q.name.removesuffix("_q"),
+        rows=rows,
+        columns=columns,
+        bits=bits,
+        block_size=block_size,
+        zero=zero,
+        has_offset=offset is not None,
+        source=form.source if form is not None else f"int{bits}",
+        load=load,
+    )
+
+
+def dequantized(weight: Blocks) -> Array:
+    """Return the float32 [rows, columns] weight."""
+    q, scale, offset = weight.load()
+    wide = np.repeat(scale, weight.block_size, axis=1)[:, : weight.columns]
+    values = wide * (q.astype(np.float32) - np.float32(weight.zero))
+    if offset is not None:
+        values += np.repeat(offset, weight.block_size, axis=1)[:, : weight.columns]
+    return values.astype(np.float32)
+
+
+def padded(q: Array, rows: int, columns: int, fill: int) -> Array:
+    """Return q [N, K] with `fill` added below and to the right, up to [rows, columns]."""
+    return np.pad(q, ((0, rows - q.shape[0]), (0, columns - q.shape[1])), constant_values=fill)
+
+
+# ------------------------------------------------------------------------------------------- for MatMulNBits
+@dataclass(frozen=True)
+class NBits:
+    """How a weight is given to MatMulNBits, whose values are scale·(B - 2**(bits - 1)).
+
+    shift: what is added to q so that `zero` falls on that middle. Where it does not fit (4-bit unsigned formats), the
+    difference goes into a float offset per block, `remainder`, that a small matrix product adds.
+    """
+
+    shift: int
+    remainder: bool
+
+    @classmethod
+    def of(cls, weight: Blocks) -> NBits:
+        middle = 1 << (weight.bits - 1)
+        shift = middle - weight.zero
+        if shift and weight.bits == 4:
+            return cls(0, True)
+        return cls(shift, weight.has_offset)
+
+
+def nbits_values(weight: Blocks, q: Array) -> Array:
+    """Return uint8 [N, blocks, block_size * bits / 8]; of two 4-bit values in a byte the first is in the low half."""
+    form = NBits.of(weight)
+    q = padded(q.astype(np.int16) + form.shift, weight.rows, weight.blocks * weight.block_size, 1 << (weight.bits - 1))
+    if q.min() < 0 or q.max() >= 1 << weight.bits:
+        raise AssertionError(f"{weight.name}: values {q.min()}..{q.max()} do not fit {weight.bits} bits")
+    values = q.astype(np.uint8)
+    if weight.bits == 4:
+        values = values[:, 0::2] | (values[:, 1::2] << 4)
+    return values.reshape(weight.rows, weight.blocks, -1)
+
+
+def nbits_remainder(weight: Blocks, scale: Array, offset: Array | None) -> Array:
+    """Return float32 [blocks, N]: what scale·(B - middle) lacks, to be multiplied by the sums of x over blocks."""
+    missing = (1 << (weight.bits - 1)) - weight.zero - NBits.of(weight).shift
+    rest = scale * np.float32(missing)
+    return np.ascontiguousarray((rest if offset is None else rest + offset).T, dtype=np.float32)
+
+
+# --------------------------------------------------------------------------------------------- for native/
+def record_bytes(weight: Blocks) -> int:
+    """Bytes of one record of native/block_weight.h: 8 rows of one block."""
+    scales = 1 + weight.has_offset
+    return scales * (16 if half_scales(weight) else 32) + native_block(weight) * weight.bits
+
+
+def half_scales(weight: Blocks) -> bool:
+    return weight.source in HALF_SCALES
+
+
+def native_block(weight: Blocks) -> int:
+    """Columns of a record: 16, or 32 for all larger blocks, whose scale is then repeated."""
+    return 16 if weight.block_size == 16 else 32
+
+
+def native_records(weight: Blocks) -> Array:
+    """Return uint8 [tiles, blocks, record_bytes], the layout that native/block_weight.h describes."""
+    q, scale, offset = weight.load()
+    block = native_block(weight)
+    blocks = -(-weight.columns // block)
+    tiles = -(-weight.rows // 8)
+    q = padded(q, tiles * 8, blocks * block, weight.zero).astype(np.int16)
+    if weight.bits == 8:
+        q -= weight.zero
+        if q.min() < -128 or q.max() > 127:
+            raise AssertionError(f"{weight.name}: values {q.min()}..{q.max()} do not fit a signed byte")
+    grouped = q.astype(np.uint8).reshape(tiles, 8, blocks, block // 4, 4).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(tiles, blocks, block // 4, 32)
+    if weight.bits == 4:
+        grouped = grouped[:, :, : block // 8] | (grouped[:, :, block // 8 :] << 4)
+    parts = [scale_bytes(weight, part, tiles, blocks) for part in (scale, offset) if part is not None]
+    return np.concatenate([*parts, grouped.reshape(tiles, blocks, -1)], axis=-1)
+
+
+def scale_bytes(weight: Blocks, scale: Array, tiles: int, blocks: int) -> Array:
+    """Return uint8 [tiles, blocks, 16 or 32] of a float32 [N, ceil(K / block_size)] scale or offset."""
+    scale = np.repeat(scale, weight.block_size // native_block(weight), axis=1)[:, :blocks]
+    scale = padded(scale, tiles * 8, blocks, 0)
+    if half_scales(weight):
+        half = scale.astype(np.float16)
+        if not np.array_equal(half.astype(np.float32), scale):
+            raise AssertionError(f"{weight.name}: scales of {weight.source} should be float16")
+        scale = half
+    by_tile = np.ascontiguousarray(scale.reshape(tiles, 8, blocks).transpose(0, 2, 1))
+    return by_tile.view(np.uint8).reshape(tiles, blocks, -1)

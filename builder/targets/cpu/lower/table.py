@@ -1,0 +1,50 @@
+"""The table: op → rule. A node whose op is missing here, or whose rule declines it, is reported with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from llmbuild.builder.targets.cpu.lower import (
+    attention_dense,
+    attention_paged,
+    embedding,
+    linear,
+    norms,
+    pointwise,
+    rope,
+    shapes,
+)
+from llmbuild.builder.targets.cpu.lower.rule import Rule, known_dtype
+
+COMMON: dict[Any, Rule] = {
+    **shapes.RULES,
+    **pointwise.RULES,
+    **norms.RULES,
+    **linear.RULES,
+    **embedding.RULES,
+    **rope.RULES,
+}
+ATTENTION = torch.ops.llmbuild.paged_attention.default
+
+
+def rules(*, native: bool, paged: bool) -> dict[Any, Rule]:
+    """The table for engines with native operators or without; `paged`: attention is one of those."""
+    attention = attention_paged.attention if paged else attention_dense.attention
+    return {**COMMON, ATTENTION: Rule(attention), **(attention_paged.NATIVE_RULES if native else {})}
+
+
+def why_not(node: fx.Node, table: dict[Any, Rule]) -> str | None:
+    """Return None when `table` can lower `node`, else why not."""
+    rule = table.get(node.target)
+    if rule is None:
+        return "no rule for this op"
+    return known_dtype(node) or rule.check(node)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size, or asserts something about sizes: shapes are known without it."""
+    value = node.meta.get("val")
+    return not isinstance(value, (torch.Tensor, tuple, list))

@@ -1,0 +1,41 @@
+// How a weight [N, K] in blocks is stored, and how one row of it is read back.
+//
+// Tiles of 8 rows; in a tile one record for every block of `block` columns (16 or 32):
+//
+//   scale [8 rows]  f16 or f32 (wide)
+//   offset [8 rows] likewise, if there is one
+//   q               groups of 4 columns: 32 bytes = 8 rows × 4 columns
+//
+// 8 bits: group g is byte vector g, values q - zero as int8. 4 bits: byte vector i holds group i in the low nibble
+// and group i + groups / 2 in the high one. W[n, k] = scale·(q - zero) + offset.
+#pragma once
+#include <immintrin.h>
+
+#include "op.h"
+
+struct BlockWeight {
+  int64_t rows, columns, blocks, block, bits, zero, wide, offset;
+  int64_t scale_bytes, record_bytes, tile_bytes;
+
+  explicit BlockWeight(const ort::Attributes& attributes)
+      : rows(attributes.integer("N")),
+        columns(attributes.integer("K")),
+        block(attributes.integer("block")),
+        bits(attributes.integer("bits")),
+        zero(attributes.integer("zero")),
+        wide(attributes.integer("wide")),
+        offset(attributes.integer("offset")) {
+    blocks = (columns + block - 1) / block;
+    scale_bytes = wide ? 32 : 16;
+    record_bytes = scale_bytes * (1 + offset) + block * bits;
+    tile_bytes = blocks * record_bytes;
+  }
+
+  int64_t tiles() const { return (rows + 7) / 8; }
+};
+
+// Eight scales or offsets, f16 or f32.
+inline __m256 load_scales(const uint8_t* p, bool wide) {
+  if (wide) return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}

@@ -1,0 +1,60 @@
+"""Ops that only this target has: fused forms that read one merged linear's output without splitting it.
+
+Importing this module registers `torch.ops.llmbuild_cpu.*`. The references are compositions of the canonical ops, so
+the oracle runs a graph after the target's passes too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmbuild.plugins import ops as canonical
+
+LIB = torch.library.Library("llmbuild_cpu", "DEF")
+
+LIB.define(
+    "packed_attention(Tensor qkv, Tensor? cos, Tensor? sin, bool interleaved, int q_heads, int kv_heads, "
+    "int key_width, int value_width, int layer, float scale, int? window, float? softcap, Tensor? sinks, "
+    "Tensor? alibi_slopes) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# qkv [T, q_heads·D | kv_heads·D | kv_heads·Dv], cos and sin [T, R/2] or None -> [T, q_heads, Dv]:
+# paged_attention(rope(q), rope(k), v).
+
+
+@torch.library.impl("llmbuild_cpu::packed_attention", "CPU")
+def _(
+    qkv, cos, sin, interleaved, q_heads, kv_heads, key_width, value_width, layer, scale, window, softcap, sinks, slopes
+):
+    widths = [q_heads * key_width, kv_heads * key_width, kv_heads * value_width]
+    q, k, v = (part.unflatten(-1, (-1, width)) for part, width in _split(qkv, widths, key_width, value_width))
+    if cos is not None:
+        q, k = (torch.ops.llmbuild.rope(x, cos, sin, interleaved) for x in (q, k))
+    return torch.ops.llmbuild.paged_attention(q, k, v, layer, scale, window, softcap, sinks, slopes)
+
+
+def _split(qkv: Tensor, widths: list[int], key_width: int, value_width: int) -> list[tuple[Tensor, int]]:
+    return list(zip(qkv.split(widths, dim=-1), (key_width, key_width, value_width), strict=True))
+
+
+@torch.library.register_fake("llmbuild_cpu::packed_attention")
+def _(
+    qkv, cos, sin, interleaved, q_heads, kv_heads, key_width, value_width, layer, scale, window, softcap, sinks, slopes
+):
+    return qkv.new_empty(qkv.shape[0], q_heads, value_width)
+
+
+LIB.define("packed_gated_activation(Tensor gate_up, str activation) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+# gate_up [.., 2·F] -> activation(gate)·up [.., F].
+
+
+@torch.library.impl("llmbuild_cpu::packed_gated_activation", "CompositeExplicitAutograd")
+def _(gate_up, activation):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return canonical.activate(gate, activation) * up
+
+
+@torch.library.register_fake("llmbuild_cpu::packed_gated_activation")
+def _(gate_up, activation):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

@@ -1,0 +1,128 @@
+"""The cpu target: FX graph → ONNX → onnxruntime, with native operators where they can be compiled.
+
+What it leaves in the engine:
+
+    plan/model.onnx            the graph, without weights
+    plan/native.so             our operators (linears over blocks, paged attention), if a compiler was found
+    weights/cpu.safetensors    every weight, in the layout that its operator reads
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import onnx
+from torch import fx
+
+from llmbuild.builder.ir import INPUT_NAMES, Program, raise_unsupported
+from llmbuild.builder.targets.base import CompiledTarget, CompileOptions
+from llmbuild.builder.targets.cpu import native_library
+from llmbuild.builder.targets.cpu.emitter import ONNX_TYPES, Emitter
+from llmbuild.builder.targets.cpu.lower.attention_paged import why_not_paged
+from llmbuild.builder.targets.cpu.lower.table import is_size, rules, why_not
+from llmbuild.builder.targets.cpu.packed import packed
+from llmbuild.errors import ConfigError
+
+MODEL, LIBRARY, WEIGHTS = "plan/model.onnx", "plan/native.so", "weights/cpu.safetensors"
+LOGITS = "logits"
+
+
+class CpuTarget:
+    """See the module.
+
+    Args:
+        native: Whether to use native operators; None: if a compiler is found.
+    """
+
+    name = "cpu"
+    dtypes = ("float32",)
+
+    def __init__(self, native: bool | None = None) -> None:
+        self.native = native
+
+    def probe(self) -> str | None:
+        if importlib.util.find_spec("onnx") is None:
+            return "the package onnx is missing: pip install 'llmbuild[build]'"
+        return None
+
+    def supports(self, node: fx.Node) -> str | None:
+        if node.op != "call_function" or is_size(node):
+            return None
+        return why_not(node, rules(native=False, paged=False))
+
+    def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
+        if options.dtype != "float32":
+            raise ConfigError(
+                f"the cpu target computes in float32, not {options.dtype}",
+                where="--dtype",
+                hint="use --dtype float32; --quant int8-wo or int4-wo make weights smaller",
+            )
+        compiler = None if self.native is False else native_library.find_compiler()
+        if self.native and compiler is None:
+            raise ConfigError("no C++ compiler was found for the native operators", hint="install g++, or ziglang")
+        native, paged = compiler is not None, compiler is not None and why_not_paged(program.kv_layers) is None
+        raise_unsupported(self.name, unsupported(program.graph, native=native, paged=paged))
+        if native:
+            program.rewrites.append(packed(program, attention=paged))
+        emitter = lower(program, options, native=native, paged=paged)
+
+        write_model(emitter, program, directory / MODEL)
+        if compiler is not None:
+            native_library.compile_library(compiler, directory / LIBRARY)
+        emitter.weights.write(directory / WEIGHTS, options.progress)
+        toolchain = {package: importlib.metadata.version(package) for package in ("onnx", "torch", "transformers")}
+        if compiler is not None:
+            toolchain["c++"] = compiler.version
+        return CompiledTarget(
+            requires={"onnxruntime": ">=1.24,<2"},
+            toolchain=toolchain,
+            section=section(emitter, native=native, paged=paged),
+            weight_bytes=emitter.weights.bytes_by_storage(),
+        )
+
+
+def unsupported(graph: fx.Graph, *, native: bool, paged: bool) -> list[tuple[fx.Node, str]]:
+    """Return every node that cannot be lowered, with the reason."""
+    table = rules(native=native, paged=paged)
+    calls = (node for node in graph.nodes if node.op == "call_function" and not is_size(node))
+    reasons = ((node, why_not(node, table)) for node in calls)
+    return [(node, reason) for node, reason in reasons if reason is not None]
+
+
+def lower(program: Program, options: CompileOptions, *, native: bool, paged: bool) -> Emitter:
+    """Lower all nodes in order and return the emitter that holds the graph."""
+    table = rules(native=native, paged=paged)
+    e = Emitter(program, options.limits, native=native)
+    for node in program.graph.nodes:
+        e.scope = node.name
+        if node.op == "placeholder" and node.name in INPUT_NAMES:
+            dtype = ONNX_TYPES[node.meta["val"].dtype]
+            e.values[node] = e.add_input(node.name, dtype, ["L" if node.name == "logits_indices" else "T"])
+        elif node.op == "call_function" and not is_size(node) and node not in e.values:
+            e.values[node] = table[node.target].emit(e, node)
+        elif node.op == "output":
+            logits = node.args[0]
+            e.scope = LOGITS
+            name = e.op("Identity", e.tensor(logits))
+            e.rename(name, LOGITS)
+            e.add_output(LOGITS, onnx.TensorProto.FLOAT, ["L", int(logits.meta["val"].shape[-1])])
+    return e
+
+
+def write_model(emitter: Emitter, program: Program, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(emitter.model(program.info.name).SerializeToString(deterministic=True))
+
+
+def section(emitter: Emitter, *, native: bool, paged: bool) -> dict[str, Any]:
+    """What the executor needs besides the files. Its reader is runtime/executors/cpu.py."""
+    cpu = {"machine": native_library.MACHINE, "features": list(native_library.FEATURES)} if native else None
+    return {
+        "model": MODEL,
+        "weights": WEIGHTS,
+        "native": None if cpu is None else {"library": LIBRARY, **cpu},
+        "attention": "paged" if paged else "dense",
+    }

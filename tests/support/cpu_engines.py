@@ -1,0 +1,122 @@
+"""Engines of the cpu target made from tiny models, with the oracle of the same program to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.ir import Program
+from llmbuild.builder.oracle import Oracle
+from llmbuild.builder.pipeline import optimize
+from llmbuild.builder.targets.base import CompiledTarget, CompileOptions, Limits
+from llmbuild.builder.targets.cpu.target import CpuTarget
+from llmbuild.plugins.attention_reference import PagedState
+from llmbuild.quantization.recipes import find_recipe
+from llmbuild.runtime.executor import StepInput
+from llmbuild.runtime.executors.cpu_dense import split_step
+from llmbuild.runtime.executors.cpu_session import CpuSession
+from support.tiny_models import save_tiny, tiny_model
+
+LIMITS = Limits(max_batch_size=4, max_num_tokens=64, max_seq_len=128, block_size=4)
+
+
+def optimized(directory: Path, family: str, recipe: str = "none", **overrides: Any) -> Program:
+    """Trace and optimise a tiny model saved below `directory`."""
+    path = save_tiny(tiny_model(family, **overrides), directory / family)
+    program = load_program(path, dtype=torch.float32)
+    optimize(program, find_recipe(recipe))
+    return program
+
+
+def compiled(program: Program, directory: Path, *, native: bool) -> CompiledTarget:
+    return CpuTarget(native=native).compile(program, CompileOptions(LIMITS, "float32"), directory)
+
+
+def open_session(directory: Path, target: CompiledTarget, slots: int) -> CpuSession:
+    section = target.section
+    library = section["native"] and directory / section["native"]["library"]
+    return CpuSession(directory / section["model"], directory / section["weights"], library, slots=slots, threads=2)
+
+
+def run_step(session: CpuSession, target: CompiledTarget, step: StepInput) -> np.ndarray:
+    """Run one step on a bare session, whichever attention it has. Returns logits [L, V]."""
+    if target.section["attention"] == "paged":
+        return session.run(step._asdict()).copy()
+    logits = np.empty((len(step.logits_indices), session.vocab_size), np.float32)
+    for run in split_step(step, LIMITS.block_size, session.inputs):
+        logits[run.rows] = session.run(run.inputs)
+    return logits
+
+
+@dataclass
+class Conversation:
+    """Sequences that grow step by step in one pool whose blocks are handed out in a scattered order.
+
+    `step(chunks)` packs the given new tokens of each sequence and asks for the logits of all of them.
+    """
+
+    num_blocks: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.free = list(np.random.default_rng(self.seed).permutation(self.num_blocks))
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(self, chunks: dict[str, list[int]], *, last_only: bool = False) -> StepInput:
+        size = LIMITS.block_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for name, tokens in chunks.items():
+            begin = self.lengths.get(name, 0)
+            self.lengths[name] = begin + len(tokens)
+            table = self.tables.setdefault(name, [])
+            while len(table) * size < self.lengths[name]:
+                table.append(int(self.free.pop()))
+            ids += tokens
+            positions += range(begin, begin + len(tokens))
+            slots += [table[p // size] * size + p % size for p in range(begin, begin + len(tokens))]
+            starts.append(len(ids))
+        width = max(len(self.tables[name]) for name in chunks)
+        tables = [self.tables[name] + [0] * (width - len(self.tables[name])) for name in chunks]
+        wanted = [end - 1 for end in starts[1:]] if last_only else list(range(len(ids)))
+        arrays = (ids, positions, slots, tables, [self.lengths[name] for name in chunks], starts, wanted)
+        return StepInput(*(np.array(array, np.int32) for array in arrays))
+
+
+def scenario(vocab_size: int = 256, seed: int = 1) -> list[dict[str, list[int]]]:
+    """Chunks of a run in which sequences join, prefill in pieces across block and window edges, decode and leave."""
+    random = np.random.default_rng(seed)
+
+    def tokens(count: int) -> list[int]:
+        return random.integers(0, vocab_size, count).tolist()
+
+    return [
+        {"a": tokens(7), "b": tokens(1)},
+        {"a": tokens(1), "b": tokens(1), "c": tokens(9)},
+        {"b": tokens(1), "a": tokens(1), "c": tokens(5)},
+        {"a": tokens(1), "b": tokens(1), "c": tokens(1)},
+        {"c": tokens(3), "b": tokens(2)},
+        {"c": tokens(1)},
+    ]
+
+
+def worst_difference(program: Program, oracle: Oracle, session: CpuSession, target: CompiledTarget) -> float:
+    """Run the scenario on both and return the largest absolute difference of logits, relative to the largest logit."""
+    conversation = Conversation()
+    state = PagedState(conversation.num_blocks, LIMITS.block_size)
+    worst = largest = 0.0
+    for chunks in scenario():
+        step = conversation.step(chunks)
+        expected = oracle.run(step, state).numpy()
+        got = run_step(session, target, step)
+        worst = max(worst, float(np.abs(got - expected).max()))
+        largest = max(largest, float(np.abs(expected).max()))
+    return worst / largest
