@@ -154,9 +154,32 @@ class Map:
         return self.source.sources()
 
 
+class LastBlocks:
+    """Remembers the blocks loaded last, so that q, scale and offset of a weight are made once, one weight at a time."""
+
+    def __init__(self) -> None:
+        self._held: tuple[WeightExpr, BlockTensor] | None = None
+
+    def load(self, source: WeightExpr) -> BlockTensor:
+        if self._held is None or self._held[0] is not source:
+            self._held = None  # free the other weight's blocks before these are made
+            self._held = (source, source.load_blocks())
+        return self._held[1]
+
+    def forget(self) -> None:
+        """Free the blocks. Call once all weights are written."""
+        self._held = None
+
+
+LAST_BLOCKS = LastBlocks()
+
+
 @dataclass(frozen=True)
 class BlockPart:
-    """One component ("q", "scale" or "offset") of a weight stored in blocks: the operands of `linear_blockwise`."""
+    """One component ("q", "scale" or "offset") of a weight stored in blocks: the operands of `linear_blockwise`.
+
+    The parts of one weight share `source`; loading them one after the other computes its blocks once.
+    """
 
     source: WeightExpr
     part: str
@@ -178,7 +201,7 @@ class BlockPart:
         return None
 
     def load(self) -> Tensor:
-        tensor = getattr(self.source.load_blocks(), self.part)
+        tensor = getattr(LAST_BLOCKS.load(self.source), self.part)
         assert isinstance(tensor, Tensor)
         return tensor.contiguous()
 

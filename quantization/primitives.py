@@ -1,0 +1,84 @@
+"""Round-to-nearest quantization of a matrix into blocks. Deterministic: ties go to the even value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmbuild.errors import ModelError
+from llmbuild.quantization.blocks import BlockFormat, BlockTensor
+from llmbuild.quantization.recipes import PerChannel, WeightOnly
+
+CHUNK = 1 << 22  # elements in float32 at a time, so that a large matrix needs little beside its result
+
+
+def block_format(scheme: WeightOnly, columns: int) -> BlockFormat:
+    """Return the format that `scheme` gives a matrix of `columns` input channels."""
+    size = columns if isinstance(scheme.granularity, PerChannel) else min(scheme.granularity.size, columns)
+    zero = 1 << (scheme.bits - 1) if scheme.symmetric else 0
+    return BlockFormat(scheme.bits, size, zero, has_offset=not scheme.symmetric, source=str(scheme))
+
+
+def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str) -> BlockTensor:
+    """Round `weight` [N, K] to nearest, block by block; |W - W'| <= scale / 2 everywhere.
+
+    Symmetric: scale = max|W| / (2**(bits-1) - 1), so that 0 stays 0. Asymmetric: q counts from the block's minimum,
+    which becomes the offset. A block that is all zero (symmetric) or constant (asymmetric) is kept exactly, with
+    scale 1.
+
+    Args:
+        weight: Any float dtype.
+        name: The tensor's name, for the error.
+
+    Raises:
+        ModelError: `weight` holds NaN or infinity.
+    """
+    rows, columns = weight.shape
+    form = block_format(scheme, columns)
+    blocks = -(-columns // form.block_size)
+    q = torch.empty(rows, columns, dtype=torch.uint8)
+    scale = torch.empty(rows, blocks)
+    offset = torch.empty(rows, blocks) if form.has_offset else None
+    step = max(1, CHUNK // columns)
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        values = weight[part].float()
+        refuse_non_finite(values, begin, name)
+        low, high = block_range(values, form.block_size)
+        if offset is None:
+            scale[part] = usable(torch.maximum(-low, high) / (2 ** (form.bits - 1) - 1))
+            low = torch.zeros_like(low)
+        else:
+            scale[part] = usable((high / 2 - low / 2) / (2**form.bits - 1) * 2)
+            offset[part] = low
+        spread = lambda t: t.repeat_interleave(form.block_size, dim=1)[:, :columns]  # noqa: E731
+        levels = torch.round((values - spread(low)) / spread(scale[part])) + form.zero
+        q[part] = levels.clamp_(0, 2**form.bits - 1).to(torch.uint8)
+    return BlockTensor(form, q, scale, offset)
+
+
+def block_range(values: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the minimum and maximum of each block, float32 [N, ceil(K / block_size)] each."""
+    rows, columns = values.shape
+    missing = -columns % block_size
+    if missing:  # the last value again changes neither the minimum nor the maximum of the last block
+        values = torch.cat((values, values[:, -1:].expand(rows, missing)), dim=1)
+    blocks = values.reshape(rows, -1, block_size)
+    return blocks.amin(dim=-1), blocks.amax(dim=-1)
+
+
+def usable(scale: Tensor) -> Tensor:
+    """Return `scale` with 1 where it is zero (or too small to divide by): every value of the block is then 0 steps."""
+    tiny = torch.finfo(torch.float32).tiny
+    return torch.where(scale < tiny, torch.ones_like(scale), scale)
+
+
+def refuse_non_finite(values: Tensor, first_row: int, name: str) -> None:
+    bad = ~torch.isfinite(values)
+    if bool(bad.any()):
+        row, column = (int(index) for index in bad.nonzero()[0])
+        raise ModelError(
+            f"weight {name!r} holds {values[row, column].item()} and cannot be quantized",
+            where=f"row {first_row + row}, column {column}; {int(bad.sum())} such values or more",
+            hint="check the checkpoint; `--quant none` converts it as it is",
+        )
