@@ -186,11 +186,12 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
 
     The maxima of blocks of 64 bound the count-th largest value from below, so that only few values are sorted.
     """
-    candidates = np.arange(len(values))
     blocks = len(values) // _BLOCK
     if count < blocks:
         maxima = values[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
         candidates = np.flatnonzero(values >= np.partition(maxima, blocks - count)[blocks - count])
+    else:
+        candidates = np.arange(len(values))
     order = np.argsort(-values[candidates], kind="stable")  # stable: candidates are in rising order
     return candidates[order[:count]]
 

@@ -81,11 +81,13 @@ class Scheduler:
             sequence.num_cached += length
 
     def _schedule_decodes(self, step: Schedule, budget: int) -> int:
-        index = 0
+        size, index = self._blocks.block_size, 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
             index += 1
-            if sequence.num_pending == 1 and self._make_room(sequence):
+            if sequence.num_pending != 1:
+                continue
+            if sequence.num_tokens <= sequence.num_blocks * size or self._make_room(sequence):
                 step.decodes.append(sequence)
                 budget -= 1
         return budget
@@ -96,8 +98,6 @@ class Scheduler:
         The victims stand behind the sequence, so they are not in the step yet. The oldest can always be served:
         admission has checked that it fits alone.
         """
-        if sequence.num_tokens <= sequence.num_blocks * self._blocks.block_size:
-            return True
         while not self._blocks.allocate(sequence, sequence.num_tokens):
             victim = self.running.pop()
             self._preempt(victim)

@@ -46,7 +46,7 @@ class StepBuilder:
         sampled = schedule.decodes
         if schedule.prefills:
             sampled = sampled + [chunk.sequence for chunk in schedule.prefills if chunk.is_last]
-        if schedule.prefills or sampled != self._sampled:
+        if sampled != self._sampled:
             self._sampled = list(sampled)
             self._sampled_rows = np.array([sequence.row for sequence in sampled], np.intp)
             self._batch = self._sampling.gather(self._sampled_rows)

@@ -226,3 +226,29 @@ def test_a_loop_that_vanished_ends_its_requests(core_of) -> None:
     assert not core_of[0].has_work and core_of[0].num_free_blocks == 2000
     assert llm.is_running
     llm.close()
+
+
+def test_a_request_that_meets_the_closing_is_told_too() -> None:
+    """Its command stands behind the one that ends the thread."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Blocked(Gate):
+        def execute(self, step, sampling):
+            entered.set()
+            assert release.wait(10)
+            return super().execute(step, sampling)
+
+    async def main() -> None:
+        llm = AsyncLLM.over(Blocked(), LIMITS)
+        first = asyncio.create_task(collect(llm.generate([1], LONG)))
+        await wait_until(entered.is_set)
+        closing = asyncio.create_task(asyncio.to_thread(llm.close))
+        await wait_until(lambda: not llm._commands.empty())
+        second = asyncio.create_task(collect(llm.generate([2], LONG)))
+        await wait_until(lambda: llm._commands.qsize() == 2)
+        release.set()
+        for error in await asyncio.gather(first, second, return_exceptions=True):
+            assert isinstance(error, EngineStoppedError) and error.what == "the engine was closed"
+        await closing
+
+    asyncio.run(asyncio.wait_for(main(), 30))

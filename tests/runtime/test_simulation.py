@@ -73,12 +73,12 @@ class World:
 
     def params(self, prompt_len: int) -> SamplingParams:
         rng, vocab = self.rng, self.vocab_size
-        greedy = rng.random() < 0.4
+        greedy = rng.random() < 0.6
         max_tokens = rng.choice(
             [None, *(rng.randint(1, max(1, self.limits.max_seq_len - prompt_len)) for _ in range(3))]
         )
         return SamplingParams(
-            n=1 if greedy or rng.random() < 0.8 else rng.randint(2, 3),
+            n=1 if greedy or rng.random() < 0.85 else rng.randint(2, 3),
             temperature=0.0 if greedy else rng.choice([0.5, 1.0, 1.5]),
             top_k=rng.choice([0, 0, 3]),
             top_p=rng.choice([1.0, 1.0, 0.8]),
