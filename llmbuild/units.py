@@ -4,12 +4,11 @@ from __future__ import annotations
 
 
 def human_size(size: int) -> str:
-    """Return a size in decimal units with one digit ("269.1 MB"); small ones in bytes."""
-    if size < 100_000:
-        return f"{size:,} bytes"
-    if size < 10**9:
-        return f"{size / 1e6:,.1f} MB"
-    return f"{size / 1e9:,.1f} GB"
+    """Return a size in decimal units with one digit ("269.1 MB"), below 1,000 in bytes."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size} bytes"
 
 
 def counted(reasons: list[str]) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from llmbuild.units import counted
+
 Report = Callable[[str, int, int, str], None]
 
 
@@ -61,6 +63,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     if not console.is_terminal:
         console.width = 160  # a file or a pipe has no width to respect
     console.print(table)
+
+
+def print_passes(passes: Sequence[dict[str, Any]], note: str = "") -> None:
+    """Print the passes that did something or say why not. passes: as in `report.json`."""
+    rows = [(p["name"], p["count"], counted(p["declined"])) for p in passes if p["count"] or p["declined"]]
+    title = f"Passes ({len(passes)} ran)" + (f": {note}" if note else "")
+    print_table(title, ("pass", "count", "declined"), rows)
 
 
 def print_json(data: Any) -> None:

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmbuild.cli.console import print_json, print_table, progress_bars, stdout_kept_clean, terminate_cleanly
+from llmbuild.cli.console import (
+    print_json,
+    print_passes,
+    print_table,
+    progress_bars,
+    stdout_kept_clean,
+    terminate_cleanly,
+)
 from llmbuild.cli.errors import reporting
-from llmbuild.units import counted, human_size
+from llmbuild.units import human_size
 
 if TYPE_CHECKING:
     from llmbuild.builder.build import BuildReport
@@ -76,10 +83,11 @@ def convert(
 
 
 def _show(report: BuildReport) -> None:
+    from llmbuild.builder.report import passes_to_list
+
     for note in report.notes:
         print(f"chosen: {note}", file=sys.stderr)
-    passes = [(rewrite.name, rewrite.count, counted(rewrite.declined)) for rewrite in report.rewrites]
-    print_table("Passes", ("pass", "count", "declined"), passes)
+    print_passes(passes_to_list(report.rewrites))
     weights = report.manifest.precision.weights
     print_table("Weights", ("format", "size"), [(name, human_size(size)) for name, size in sorted(weights.items())])
     phases = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())

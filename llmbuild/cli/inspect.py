@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmbuild.cli.console import print_json, print_table
+from llmbuild.cli.console import print_json, print_passes, print_table
 from llmbuild.cli.errors import reporting
-from llmbuild.units import counted, human_size
+from llmbuild.units import human_size
 
 if TYPE_CHECKING:
     from llmbuild.engine.reader import Engine
@@ -59,7 +59,7 @@ def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
         ("end of sequence", ", ".join(map(str, model.eos_token_ids)) or "none"),
         ("target", manifest.target.name),
         ("runs with", _ranges(manifest.target.requires)),
-        ("built with", _ranges(manifest.target.toolchain, "==")),
+        ("built with", _ranges(manifest.target.toolchain, " ")),
         ("precision", f"{precision.recipe}, computed in {precision.dtype}"),
         ("batch size", f"at most {limits.max_batch_size} sequences in a step"),
         ("tokens", f"at most {limits.max_num_tokens} in a step"),
@@ -69,9 +69,8 @@ def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
     ]
     print_table(f"Engine {engine.path}", ("", ""), facts)
     print_table("Weights", ("format", "size"), [(name, human_size(n)) for name, n in sorted(precision.weights.items())])
-    passes = [(p["name"], p["count"], counted(p["declined"])) for p in report["passes"]]
     nodes = report["graph_nodes"]
-    print_table(f"Passes: {nodes['traced']} graph nodes to {nodes['optimized']}", ("pass", "count", "declined"), passes)
+    print_passes(report["passes"], f"{nodes['traced']} graph nodes became {nodes['optimized']}")
     files = [(entry.path, human_size(entry.size), entry.sha256[:16]) for entry in manifest.files]
     print_table("Files", ("path", "size", "sha256"), files)
     for name in engine.unlisted:

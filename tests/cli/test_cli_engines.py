@@ -79,7 +79,7 @@ def test_inspect_shows_every_section(invoke, engine):
         "at most 64 tokens (the model: 128)",
         "float32, 128 bytes a token, blocks of 16 tokens",
         "numpy>=1.26",
-        "90 graph nodes to 40",
+        "90 graph nodes became 40",
         "2 x a",
         "weights/model.safetensors",
     ):

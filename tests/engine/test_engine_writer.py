@@ -144,7 +144,7 @@ def test_no_space_left_names_place_and_amount(tmp_path, monkeypatch):
         write_payload(engine_writer.directory)
         engine_writer.commit(**sections())
     assert str(error.value) == (
-        "the disk is full: the engine needs about 7 bytes, 5,172 bytes had been written (No space left on device)\n"
+        "the disk is full: the engine needs about 7 bytes, 5.2 kB had been written (No space left on device)\n"
         f"  where: {tmp_path}\n"
         "  next:  nothing was left behind; free some space or choose an --output on another disk"
     )
@@ -173,7 +173,7 @@ def tiny_disk(tmp_path):
 
 
 def test_really_full_disk(tiny_disk):
-    with pytest.raises(EngineError, match=r"the disk is full: .* (MB|bytes) had been written") as error:
+    with pytest.raises(EngineError, match=r"the disk is full: .* (MB|kB|bytes) had been written") as error:
         write_engine(tiny_disk / "e", payload={"weights/w": bytes(1 << 20)})
     assert error.value.where == str(tiny_disk)
     assert os.listdir(tiny_disk) == []
