@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -97,14 +96,13 @@ class Binding:
     notices: tuple[str, ...]
 
 
-def bind(model: PreTrainedModel, checkpoint: Checkpoint, ties: dict[str, str], needed: Iterable[str]) -> Binding:
+def bind(model: PreTrainedModel, checkpoint: Checkpoint, ties: dict[str, str]) -> Binding:
     """Bind all of the checkpoint to the model's names.
 
     Args:
-        model: The traced model on fake tensors, for names, shapes, dtypes and its conversion rules.
+        model: The model on fake tensors, for names, shapes, dtypes and its conversion rules.
         checkpoint: Where the tensors are.
         ties: Name -> name whose value it shares, when the checkpoint does not hold it.
-        needed: Names the graph reads; each must be found.
 
     Raises:
         ModelError: listing every tensor that is missing, unused or of the wrong shape.
@@ -116,7 +114,9 @@ def bind(model: PreTrainedModel, checkpoint: Checkpoint, ties: dict[str, str], n
     if ignored:
         notices.append(f"ignored, as transformers does: {_listed(ignored)}")
     aliases = _tie(weights, ties, notices)
-    missing = sorted(set(needed) - set(weights) - set(aliases))
+    # Persistent buffers may be absent: the graph rarely reads them, and those it reads are recomputed or refused then.
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing = sorted(parameters - set(weights) - set(aliases))
     unused = sorted(set(leftover) - set(ignored))
     wrong = [
         f"{name}: checkpoint {list(expr.shape)}, model {list(state[name].shape)}"

@@ -121,7 +121,7 @@ def check_tokens_stay_apart(graph: fx.Graph) -> None:
     """Require that T is symbolic, that positions come from `position_ids`, and that only attention mixes tokens."""
     inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     tokens = inputs["input_ids"].meta["val"].shape[0]
-    if isinstance(tokens, int):
+    if isinstance(tokens, int) or not tokens.node.expr.free_symbols:
         raise UnsupportedError(f"the number of tokens was fixed to {tokens} while tracing")
     problems = [
         (node, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers import __version__ as transformers_version
@@ -61,8 +61,24 @@ def load_generation_config(directory: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Normalise a token id entry of a config: one id, several, or none."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+class SpecialIds(NamedTuple):
+    """Ids that start, end and pad a text. Any of `eos` ends it."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+
+
+def special_ids(config: PretrainedConfig, generation: dict[str, Any]) -> SpecialIds:
+    """Read the ids from the generation config, and from the model config where that is silent."""
+
+    def ids(key: str) -> tuple[int, ...]:
+        value = generation.get(key)
+        if value is None:
+            value = getattr(config, key, None)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+    bos, eos, pad = ids("bos_token_id"), ids("eos_token_id"), ids("pad_token_id")
+    return SpecialIds(bos[0] if bos else None, eos, pad[0] if pad else None)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from llmbuild.builder.frontend import hf_model, hf_tokenizer
 from llmbuild.builder.frontend.bind import Binding, bind
 from llmbuild.builder.frontend.buffers import recompute_buffer
 from llmbuild.builder.frontend.contract import is_attention, window_of
+from llmbuild.builder.frontend.fake_model import build_fake_model
 from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
 from llmbuild.builder.frontend.source import ModelSource
 from llmbuild.builder.frontend.source_files import hash_files
@@ -39,15 +41,17 @@ def load_program(
     report = progress or (lambda done, total, label: None)
     report(0, 4, "reading headers")
     source = open_source(path, trust_remote_code=trust_remote_code)
-    report(1, 4, "tracing")
-    traced = trace(source.config, dtype, trust_remote_code=trust_remote_code)
-    report(2, 4, "binding weights")
-    binding, weights = _weights(traced, source)
+    report(1, 4, "binding weights")
+    fake = build_fake_model(source.config, dtype, trust_remote_code=trust_remote_code)
+    binding = bind(fake.model, source.checkpoint, fake.ties)
+    report(2, 4, "tracing")
+    traced = trace(fake)
+    weights = _weights(fake.model, traced, binding, source)
     report(3, 4, "hashing files")
     program = Program(
         graph=traced.graph,
         weights=weights,
-        info=_info(source, traced),
+        info=_info(source, fake.model, traced),
         kv_layers=_kv_layers(traced),
         tokenizer_files=source.tokenizer_files,
         rewrites=[Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), list(binding.notices))],
@@ -76,21 +80,19 @@ def open_source(path: Path, *, trust_remote_code: bool = False) -> ModelSource:
     )
 
 
-def _weights(traced: Trace, source: ModelSource) -> tuple[Binding, dict[str, WeightExpr]]:
+def _weights(model: PreTrainedModel, traced: Trace, binding: Binding, source: ModelSource) -> dict[str, WeightExpr]:
     """Give every weight placeholder its expression. Tied names keep their own placeholder until they are merged."""
-    stored = set(traced.model.state_dict())
-    needed = [name for name in traced.names.values() if name in stored]
-    binding = bind(traced.model, source.checkpoint, traced.ties, needed)
     weights: dict[str, WeightExpr] = {name: Constant(value) for name, value in traced.literals.items()}
     for placeholder, name in traced.names.items():
-        if name in stored:
-            weights[placeholder] = binding.weights[binding.aliases.get(name, name)]
+        bound = binding.aliases.get(name, name)
+        if bound in binding.weights:
+            weights[placeholder] = binding.weights[bound]
             continue
-        value = recompute_buffer(traced.model, name)
+        value = recompute_buffer(model, name)
         if source.rope_factors is not None and name.endswith("inv_freq"):
             value = value / source.rope_factors
         weights[placeholder] = Constant(value)
-    return binding, weights
+    return weights
 
 
 def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
@@ -103,26 +105,23 @@ def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
     program.drop_unused_weights()
 
 
-def _info(source: ModelSource, traced: Trace) -> ModelInfo:
+def _info(source: ModelSource, model: PreTrainedModel, traced: Trace) -> ModelInfo:
     config = source.config
     logits = traced.graph.output_node().args[0].meta["val"]
-    own = source.generation
-    eos = hf_model.token_ids(own.get("eos_token_id")) or hf_model.token_ids(getattr(config, "eos_token_id", None))
-    bos = hf_model.token_ids(own.get("bos_token_id")) or hf_model.token_ids(getattr(config, "bos_token_id", None))
-    pad = hf_model.token_ids(own.get("pad_token_id")) or hf_model.token_ids(getattr(config, "pad_token_id", None))
+    ids = hf_model.special_ids(config, source.generation)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         raise ModelError("the config does not say max_position_embeddings", where=source.name)
     return ModelInfo(
         name=source.name,
-        architecture=type(traced.model).__name__,
+        architecture=type(model).__name__,
         vocab_size=int(logits.shape[1]),
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         max_position_embeddings=limit,
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=eos,
-        pad_token_id=pad[0] if pad else None,
+        bos_token_id=ids.bos,
+        eos_token_ids=ids.eos,
+        pad_token_id=ids.pad,
         source_kind=source.checkpoint.kind,
         source_files=hash_files(source.files),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from llmbuild.builder.frontend.hf_model import read_json
 from llmbuild.builder.frontend.safetensors_file import StoredTensor, read_header
 from llmbuild.errors import ModelError
 
@@ -45,10 +45,9 @@ class SafetensorsCheckpoint:
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
-    try:
-        claimed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{index.name} is not a valid index ({error!r})", where=str(index)) from None
+    claimed = read_json(index).get("weight_map")
+    if not isinstance(claimed, dict):
+        raise ModelError(f"{index.name} has no weight_map", where=str(index))
     shards = sorted(set(claimed.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:

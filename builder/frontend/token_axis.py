@@ -37,7 +37,7 @@ _REDUCTIONS = {
     "roll": 2,
 }
 _SELECTIONS = {"slice": 1, "select": 1, "index_select": 1, "gather": 1, "narrow": 1}
-_CONTRACTIONS = ("matmul", "bmm", "mm", "linear", "addmm", "baddbmm", "einsum", "dot", "mv")
+_CONTRACTIONS = ("matmul", "bmm", "mm", "linear", "addmm", "baddbmm", "dot", "mv")
 
 
 def mixes(node: fx.Node, tokens: Any, allowed_index: fx.Node) -> str | None:
@@ -53,6 +53,8 @@ def mixes(node: fx.Node, tokens: Any, allowed_index: fx.Node) -> str | None:
     name = node.target._schema.name.removeprefix("aten::")
     if name.startswith("arange") and any(_depends(_size(argument), tokens) for argument in node.args):
         return "counts tokens; positions must come from position_ids"
+    if name == "einsum":
+        return "contracts the token axis" if _contracts(name, node, tokens) else None
     operand = node.args[0] if node.args else None
     axes = _token_axes(operand, tokens)
     if not axes:
@@ -75,8 +77,6 @@ def mixes(node: fx.Node, tokens: Any, allowed_index: fx.Node) -> str | None:
         return None if all(index is allowed_index for index in hit) else "indexes the token axis"
     if name in _CONTRACTIONS and _contracts(name, node, tokens):
         return "contracts the token axis"
-    if name == "cat" or name == "stack":
-        return None
     if name.endswith("pad") or name in ("unfold", "scatter", "index_put", "index_add", "masked_scatter"):
         out = node.meta["val"].shape
         if any(_depends(size, tokens) and str(size) != str(tokens) for size in out):
@@ -129,8 +129,17 @@ def _whole_slice(node: fx.Node) -> bool:
 
 
 def _contracts(name: str, node: fx.Node, tokens: Any) -> bool:
+    """Whether a product sums over the token axis: the last axis of its left factor, or a letter einsum drops."""
     if name == "einsum":
-        return True  # never emitted for [.., T, ..] operands by the row programs that are supported
+        equation, operands = node.args[0], node.args[1]
+        assert isinstance(equation, str) and isinstance(operands, Sequence)
+        inputs, _, output = equation.replace(" ", "").replace("...", "").partition("->")
+        return any(
+            letter not in output
+            for letters, operand in zip(inputs.split(","), operands, strict=True)
+            for letter, size in zip(reversed(letters), reversed(_size(operand).shape), strict=False)
+            if _depends(size, tokens)
+        )
     left = node.args[1] if name in ("addmm", "baddbmm") else node.args[0]
     value = _size(left)
     return isinstance(value, Tensor) and value.ndim > 0 and _depends(value.shape[-1], tokens)

@@ -76,13 +76,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "helium": dict(head_dim=16),
     "ernie4_5": dict(head_dim=16),
     "arcee": {},
+    "gpt_bigcode": dict(intermediate_size=None, num_key_value_heads=None),
+    "codegen": dict(rotary_dim=8, intermediate_size=None, num_key_value_heads=None),
+    "biogpt": {},
+    "persimmon": {},
+    "apertus": {},
+    "hunyuan_v1_dense": dict(head_dim=16),
+    "seed_oss": dict(head_dim=16),
+    "minicpm3": dict(  # latent attention: values are narrower than keys
+        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16
+    ),
+    "vaultgemma": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16),
+    "ministral3": dict(head_dim=16),
 }
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """Return the 2-layer config of `model_type`. Raises KeyError for a family not in `FAMILIES`."""
-    values = {**_BASE, **FAMILIES[model_type], **overrides}
-    return AutoConfig.for_model(model_type, **{key: value for key, value in values.items() if value is not None})
+    values = {**_BASE, **FAMILIES[model_type]}
+    defaults = {key: value for key, value in values.items() if value is not None}
+    return AutoConfig.for_model(model_type, **(defaults | overrides))
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -1,0 +1,86 @@
+"""Model config → the transformers model on fake tensors: names, shapes and code, without memory for weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from llmbuild.builder.frontend import attention_hook
+from llmbuild.builder.frontend.contract import check_config
+from llmbuild.errors import LLMBuildError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A model that can be traced.
+
+    Attributes:
+        model: In eval mode, attention hooked, every name with a parameter of its own.
+        ties: Name -> name of the parameter it shares its value with, as config and class say.
+        mode: The fake mode its tensors belong to.
+    """
+
+    model: PreTrainedModel
+    ties: dict[str, str]
+    mode: FakeTensorMode
+
+
+def build_fake_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> FakeModel:
+    """Build the decoder that `config` describes, computing in `dtype`.
+
+    Raises:
+        UnsupportedError: the config cannot be represented exactly, or the model's code does not run.
+    """
+    check_config(config)
+    attention_hook.register()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with foreign_code(config), mode, torch.no_grad():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention_hook.NAME, trust_remote_code=trust_remote_code
+        ).eval()
+        return FakeModel(model, _untie(model), mode)
+
+
+def _untie(model: PreTrainedModel) -> dict[str, str]:
+    """Give every tied name its own parameter, so that the graph reads each by its name. Returns the ties."""
+    ties = dict(model.all_tied_weights_keys or {})
+    for name in ties:
+        module_name, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        tied = getattr(module, attribute)
+        setattr(module, attribute, nn.Parameter(torch.empty_like(tied), requires_grad=False))
+    return ties
+
+
+@contextlib.contextmanager
+def foreign_code(config: PretrainedConfig) -> Iterator[None]:
+    """Turn whatever a model's code or the exporter raises into UnsupportedError, with its cause.
+
+    Models are other people's code: there is no list of what they raise, and any of it means "cannot be traced".
+    """
+    try:
+        yield
+    except LLMBuildError:
+        raise
+    except Exception as error:
+        raise _untraceable(config, error) from error
+
+
+def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedError:
+    if isinstance(error, KeyError) and error.args == (attention_hook.NAME,):
+        return UnsupportedError(
+            f"model type {config.model_type!r} does not use the attention interface of transformers",
+            hint="it chooses its attention from a table of its own, which llmbuild does not intercept yet",
+        )
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return UnsupportedError(
+        f"model type {config.model_type!r} cannot be traced: {type(error).__name__}: {reason.strip()[:300]}",
+        hint="the model's code must run on packed tokens without looking at their values",
+    )
