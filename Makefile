@@ -35,7 +35,7 @@ test-all: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	sh tools/mypy.sh $(BIN)/mypy
 
 demo: setup
 	BIN=$(BIN) sh examples/demo.sh
