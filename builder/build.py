@@ -35,6 +35,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     check_build_packages()
 
     # torch and transformers take seconds to import: only a build that can start pays for them.
+    under("trace", progress)(0, 1, "importing torch and transformers")
     import torch
 
     from llmbuild.builder import sections

@@ -3,7 +3,7 @@
     ```console
     $ llmbuild convert model -o model.engine \\
     >     --max-seq-len 64
-    model.engine: ... in ... s ...
+    model.engine: 0.5 MB in ... s ...
     ```
 
 A line after `$ ` is a command, `> ` continues it. The other lines are its output: each must match a line of the real
