@@ -37,9 +37,10 @@ def compiled(program: Program, directory: Path, *, native: bool) -> CompiledTarg
     return CpuTarget(native=native).compile(program, CompileOptions(LIMITS, "float32"), directory)
 
 
-def open_session(directory: Path, target: CompiledTarget, slots: int) -> CpuSession:
+def open_session(directory: Path, target: CompiledTarget, num_blocks: int = 64) -> CpuSession:
     section = target.section
     library = section["native"] and directory / section["native"]["library"]
+    slots = num_blocks * LIMITS.block_size
     return CpuSession(directory / section["model"], directory / section["weights"], library, slots=slots, threads=2)
 
 
@@ -108,15 +109,14 @@ def scenario(vocab_size: int = 256, seed: int = 1) -> list[dict[str, list[int]]]
     ]
 
 
-def worst_difference(program: Program, oracle: Oracle, session: CpuSession, target: CompiledTarget) -> float:
-    """Run the scenario on both and return the largest absolute difference of logits, relative to the largest logit."""
+def oracle_logits(program: Program) -> list[np.ndarray]:
+    """Run the scenario on the oracle; logits of every token, step by step."""
     conversation = Conversation()
-    state = PagedState(conversation.num_blocks, LIMITS.block_size)
-    worst = largest = 0.0
-    for chunks in scenario():
-        step = conversation.step(chunks)
-        expected = oracle.run(step, state).numpy()
-        got = run_step(session, target, step)
-        worst = max(worst, float(np.abs(got - expected).max()))
-        largest = max(largest, float(np.abs(expected).max()))
-    return worst / largest
+    oracle, state = Oracle(program), PagedState(conversation.num_blocks, LIMITS.block_size)
+    return [oracle.run(conversation.step(chunks), state).numpy() for chunks in scenario()]
+
+
+def session_logits(session: CpuSession, target: CompiledTarget) -> list[np.ndarray]:
+    """Run the scenario on a compiled engine's session."""
+    conversation = Conversation()
+    return [run_step(session, target, conversation.step(chunks)) for chunks in scenario()]

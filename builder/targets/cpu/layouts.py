@@ -154,12 +154,8 @@ def native_records(weight: Blocks) -> Array:
     block = native_block(weight)
     blocks = -(-weight.columns // block)
     tiles = -(-weight.rows // 8)
-    q = padded(q, tiles * 8, blocks * block, weight.zero).astype(np.int16)
-    if weight.bits == 8:
-        q -= weight.zero
-        if q.min() < -128 or q.max() > 127:
-            raise AssertionError(f"{weight.name}: values {q.min()}..{q.max()} do not fit a signed byte")
-    grouped = q.astype(np.uint8).reshape(tiles, 8, blocks, block // 4, 4).transpose(0, 2, 3, 1, 4)
+    q = padded(q, tiles * 8, blocks * block, weight.zero)
+    grouped = q.reshape(tiles, 8, blocks, block // 4, 4).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(tiles, blocks, block // 4, 32)
     if weight.bits == 4:
         grouped = grouped[:, :, : block // 8] | (grouped[:, :, block // 8 :] << 4)

@@ -79,7 +79,7 @@ class WeightFile:
             for done, (name, entry) in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), name)
-                array = np.ascontiguousarray(entry.load())
+                array = np.asarray(entry.load(), order="C")
                 if array.shape != entry.shape or array.dtype != entry.dtype:
                     got = f"{array.dtype} {array.shape}"
                     raise AssertionError(f"weight {name!r}: got {got}, said {entry.dtype} {entry.shape}")

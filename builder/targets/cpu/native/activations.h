@@ -1,7 +1,8 @@
-// Activations as integers: per block of a row, x = step · (128·high + low) with |high| <= 127 and -64 <= low <= 63.
+// Activations as integers: per block of a row, x = step · (128·high + low), both parts in -64 .. 63.
 //
-// That is 15 bits, relative to the largest |x| of the block: an error of 2^-15 of it at most, where plain int8 has
-// 2^-8. Both halves are int8, so both go through the same 8-bit multiply-add; the weights are read once.
+// That is 14 bits, relative to the largest |x| of the block: an error of at most 2^-14 of it, where plain int8 has
+// 2^-8. The parts have 7 bits each so that the 8-bit multiply-add, which sums pairs in 16 bits, cannot overflow even
+// with weights of 255; the weights are read once for both.
 #pragma once
 #include <immintrin.h>
 
@@ -9,14 +10,18 @@
 
 struct Activations {
   int64_t columns, block, blocks;
-  int8_t* q = nullptr;     // [rows, blocks, 2, block]: high, then low
-  float* step = nullptr;   // [rows, blocks]
-  int32_t* sum = nullptr;  // [rows, blocks]: sum of 128·high + low
+  int8_t* parts = nullptr;  // [rows, blocks, 2, block]: high, then low
+  float* step = nullptr;    // [rows, blocks]
+  float* sum = nullptr;     // [rows, blocks]: sum of 128·high + low, an integer below 2^24
+  float* mass = nullptr;    // [rows, blocks]: step · sum, the sum of x
+
+  int64_t row_bytes() const { return blocks * 2 * block; }
 
   void allocate(int64_t rows) {
-    q = q_.at_least(rows * blocks * 2 * block);
-    step = step_.at_least(rows * blocks);
-    sum = sum_.at_least(rows * blocks);
+    parts = parts_.at_least(rows * row_bytes());
+    step = floats_.at_least(3 * rows * blocks);
+    sum = step + rows * blocks;
+    mass = sum + rows * blocks;
   }
 
   void quantize(int64_t row, const float* x) {
@@ -28,22 +33,23 @@ struct Activations {
         memcpy(padded, source, valid * sizeof(float));
         source = padded;
       }
-      const int64_t at = row * blocks + b;
-      quantize_block(source, q + at * 2 * block, step + at, sum + at);
+      quantize_block(source, row * blocks + b);
     }
   }
 
  private:
-  static constexpr float kLargest = 127 * 128 + 63;
+  static constexpr float kLargest = 63 * 128 + 63;
 
-  void quantize_block(const float* x, int8_t* out, float* step_out, int32_t* sum_out) const {
+  void quantize_block(const float* x, int64_t at) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 top = _mm256_setzero_ps();
     for (int64_t i = 0; i < block; i += 8) top = _mm256_max_ps(top, _mm256_andnot_ps(sign, _mm256_loadu_ps(x + i)));
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     const float largest = _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+    // A block of denormals counts as zeros: its inverse would be infinite.
     const __m256 inverse = _mm256_set1_ps(largest > 1e-30f ? kLargest / largest : 0.0f);
+    int8_t* out = parts + at * 2 * block;
     __m256i total = _mm256_setzero_si256();
     for (int64_t i = 0; i < block; i += 8) {
       const __m256i value = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), inverse));
@@ -55,8 +61,9 @@ struct Activations {
     __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
     sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
     sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1));
-    *step_out = largest / kLargest;
-    *sum_out = _mm_cvtsi128_si32(sums);
+    step[at] = largest / kLargest;
+    sum[at] = float(_mm_cvtsi128_si32(sums));
+    mass[at] = step[at] * sum[at];
   }
 
   static void store_bytes(int8_t* out, __m256i values) {
@@ -64,7 +71,6 @@ struct Activations {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
   }
 
-  ort::Buffer<int8_t> q_;
-  ort::Buffer<float> step_;
-  ort::Buffer<int32_t> sum_;
+  ort::Buffer<int8_t> parts_;
+  ort::Buffer<float> floats_;
 };

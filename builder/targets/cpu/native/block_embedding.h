@@ -32,10 +32,8 @@ class BlockEmbedding {
       const uint8_t* q = record + w_.scale_bytes * (1 + w_.offset) + lane * 4;
       for (int64_t k = 0; k < w_.block && b * w_.block + k < w_.columns; ++k) {
         const int64_t g = k / 4, half = groups / 2;
-        int64_t value;
-        if (w_.bits == 8) value = int8_t(q[g * 32 + k % 4]);
-        else value = ((q[g % half * 32 + k % 4] >> (g < half ? 0 : 4)) & 15) - w_.zero;
-        out[b * w_.block + k] = scale[lane] * float(value) + offset[lane];
+        const int64_t value = w_.bits == 8 ? q[g * 32 + k % 4] : (q[g % half * 32 + k % 4] >> (g < half ? 0 : 4)) & 15;
+        out[b * w_.block + k] = scale[lane] * float(value - w_.zero) + offset[lane];
       }
     }
   }

@@ -1,8 +1,10 @@
 // BlockLinear: y[M, N] = x[M, K]·Wᵀ + bias, W in blocks (block_weight.h), x quantized by blocks (activations.h).
 //
-// A tile of 8 output rows is computed for up to 4 input rows at a time. Each 32-bit lane of a byte vector belongs to
-// one output row, so products are summed inside their lane and no horizontal sum is ever needed. The order of the
-// float additions does not depend on M: a token gives the same result alone and in a batch.
+// A tile of 8 output rows is computed for one or two input rows at a time. Each 32-bit lane of a byte vector belongs
+// to one output row, so products are summed inside their lane and no horizontal sum is ever needed. For that, 4 bytes
+// of x are wanted in all 8 lanes: a task first spreads a few rows of x like this into a buffer that stays in its cache,
+// which makes them plain memory operands. The order of the float additions does not depend on M: a token gives the
+// same result alone and in a batch.
 #pragma once
 #include "activations.h"
 #include "block_weight.h"
@@ -32,50 +34,84 @@ class BlockLinear {
         x_.quantize(m, x.data + m * w_.columns);
       }
     });
-    if (w_.bits == 4) w_.block == 32 ? run<4, 8>(c, weight.data, bias.data, y, rows) : run<4, 4>(c, weight.data, bias.data, y, rows);
-    else w_.block == 32 ? run<8, 8>(c, weight.data, bias.data, y, rows) : run<8, 4>(c, weight.data, bias.data, y, rows);
+    if (w_.bits == 4 && w_.block == 32) run<4, 8>(c, weight.data, bias.data, y, rows);
+    else if (w_.bits == 4) run<4, 4>(c, weight.data, bias.data, y, rows);
+    else if (w_.block == 32) run<8, 8>(c, weight.data, bias.data, y, rows);
+    else run<8, 4>(c, weight.data, bias.data, y, rows);
   }
 
  private:
-  static constexpr int64_t kBytesATask = 48 << 10;  // enough work to pay for handing out a task
+  static constexpr int64_t kWeightBytesATask = 64 << 10;  // enough work to pay for handing out a task, few enough to cache
+  static constexpr int64_t kSpreadBytes = 256 << 10;      // on the stack of a worker
 
   template <int kBits, int kGroups>
-  void run(ort::Context& c, const uint8_t* weight, const float* bias, float* y, int64_t rows) {
+  void run(ort::Context& c, const uint8_t* weight, const float* bias, float* y, int64_t rows) const {
     const int64_t tiles = w_.tiles();
-    int64_t share = kBytesATask / (w_.tile_bytes * (rows > 4 ? rows / 4 : 1));
-    share = share < 1 ? 1 : share;
+    const int64_t share = w_.tile_bytes < kWeightBytesATask ? kWeightBytesATask / w_.tile_bytes : 1;
     const int64_t tasks = (tiles + share - 1) / share;
+    const int64_t fitting = kSpreadBytes / (8 * x_.row_bytes());
     c.parallel(tasks, [&](int64_t task) {
-      for (int64_t t = tiles * task / tasks; t < tiles * (task + 1) / tasks; ++t) {
-        const uint8_t* records = weight + t * w_.tile_bytes;
-        int64_t m = 0;
-        for (; m + 4 <= rows; m += 4) tile<kBits, kGroups, 4>(records, bias, t, m, y);
-        for (; m < rows; ++m) tile<kBits, kGroups, 1>(records, bias, t, m, y);
+      const int64_t begin = tiles * task / tasks, end = tiles * (task + 1) / tasks;
+      if (fitting == 0) {  // K is over 16,384: nothing is spread, every 4 bytes are repeated when they are used
+        for (int64_t m = 0; m < rows; ++m) {
+          for (int64_t t = begin; t < end; ++t) {
+            tile<kBits, kGroups, 1, false>(weight + t * w_.tile_bytes, bias, t, m, x_.parts + m * x_.row_bytes(), y);
+          }
+        }
+        return;
+      }
+      alignas(32) int8_t spread[kSpreadBytes];
+      for (int64_t first = 0; first < rows; first += fitting) {
+        const int64_t count = rows - first < fitting ? rows - first : fitting;
+        spread_rows(first, count, spread);
+        for (int64_t t = begin; t < end; ++t) {
+          const uint8_t* records = weight + t * w_.tile_bytes;
+          int64_t m = 0;
+          for (; m + 2 <= count; m += 2) {
+            tile<kBits, kGroups, 2, true>(records, bias, t, first + m, spread + m * 8 * x_.row_bytes(), y);
+          }
+          if (m < count) tile<kBits, kGroups, 1, true>(records, bias, t, first + m, spread + m * 8 * x_.row_bytes(), y);
+        }
       }
     });
   }
 
-  template <int kBits, int kGroups, int kRows>
-  void tile(const uint8_t* record, const float* bias, int64_t t, int64_t m, float* y) const {
-    constexpr int kBlock = 4 * kGroups;
+  void spread_rows(int64_t first, int64_t count, int8_t* spread) const {
+    const int8_t* parts = x_.parts + first * x_.row_bytes();
+    auto* out = reinterpret_cast<__m256i*>(spread);
+    for (int64_t i = 0; i < count * x_.row_bytes() / 4; ++i) _mm256_store_si256(out + i, repeat(parts + 4 * i));
+  }
+
+  // Four bytes, repeated in all eight lanes.
+  static __m256i repeat(const int8_t* p) {
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    return _mm256_set1_epi32(four);
+  }
+
+  // Output rows 8t .. 8t + 7 for the input rows m .. m + kRows - 1, whose parts (spread or not) begin at x.
+  template <int kBits, int kGroups, int kRows, bool kSpread>
+  void tile(const uint8_t* record, const float* bias, int64_t t, int64_t m, const int8_t* x, float* y) const {
     __m256 total[kRows];
     for (int i = 0; i < kRows; ++i) total[i] = _mm256_setzero_ps();
-    const int8_t* q = x_.q + m * w_.blocks * 2 * kBlock;
-    const float* step = x_.step + m * w_.blocks;
-    const int32_t* sum = x_.sum + m * w_.blocks;
-    for (int64_t b = 0; b < w_.blocks; ++b, record += w_.record_bytes) {
+    const __m256 zero = _mm256_set1_ps(float(w_.zero));
+    constexpr int kBlockBytes = 8 * kGroups * (kSpread ? 8 : 1);
+    for (int64_t b = 0; b < w_.blocks; ++b, record += w_.record_bytes, x += kBlockBytes) {
       const __m256 scale = load_scales(record, w_.wide);
-      const __m256 offset = w_.offset ? load_scales(record + w_.scale_bytes, w_.wide) : _mm256_setzero_ps();
       const auto* bytes = reinterpret_cast<const __m256i*>(record + w_.scale_bytes * (1 + w_.offset));
       __m256i dots[kRows];
-      dot<kBits, kGroups, kRows>(bytes, q + b * 2 * kBlock, w_.blocks * 2 * kBlock, dots);
+      dot<kBits, kGroups, kRows, kSpread>(bytes, x, 8 * x_.row_bytes(), dots);
       for (int i = 0; i < kRows; ++i) {
-        const int64_t at = i * w_.blocks + b;
-        // 4-bit values are unsigned: the zero is taken off here, once a block. 8-bit ones are stored without it.
-        if (kBits == 4) dots[i] = _mm256_sub_epi32(dots[i], _mm256_set1_epi32(int32_t(w_.zero) * sum[at]));
-        const __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(step[at]));
-        total[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[i]), factor, total[i]);
-        if (w_.offset) total[i] = _mm256_fmadd_ps(offset, _mm256_set1_ps(step[at] * float(sum[at])), total[i]);
+        const int64_t at = (m + i) * w_.blocks + b;
+        __m256 dot = _mm256_cvtepi32_ps(dots[i]);
+        if (w_.zero != 0) dot = _mm256_fnmadd_ps(zero, _mm256_broadcast_ss(x_.sum + at), dot);
+        total[i] = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, _mm256_broadcast_ss(x_.step + at)), total[i]);
+      }
+      if (w_.offset) {
+        const __m256 offset = load_scales(record + w_.scale_bytes, w_.wide);
+        for (int i = 0; i < kRows; ++i) {
+          total[i] = _mm256_fmadd_ps(offset, _mm256_broadcast_ss(x_.mass + (m + i) * w_.blocks + b), total[i]);
+        }
       }
     }
     const int64_t n = 8 * t, valid = w_.rows - n < 8 ? w_.rows - n : 8;
@@ -87,50 +123,43 @@ class BlockLinear {
     }
   }
 
-  // dots[i] = for each of 8 output rows, Σ q·x over one block, for input row i: 128·Σ q·high + Σ q·low.
-  template <int kBits, int kGroups, int kRows>
+  // dots[i] = for each of 8 output rows, 128·Σ q·high + Σ q·low over one block, for input row i.
+  template <int kBits, int kGroups, int kRows, bool kSpread>
   static void dot(const __m256i* bytes, const int8_t* x, int64_t stride, __m256i* dots) {
-    const __m256i ones = _mm256_set1_epi16(1);
+    const __m256i ones = _mm256_set1_epi16(1), high_weight = _mm256_set1_epi16(128);
+    auto part = [&](int i, int g) {  // 4 bytes of input row i, in all lanes: groups 0 .. kGroups - 1 are the high parts
+      if constexpr (kSpread) return _mm256_load_si256(reinterpret_cast<const __m256i*>(x + i * stride) + g);
+      else return repeat(x + 4 * g);
+    };
     if constexpr (kBits == 4) {
       const __m256i nibble = _mm256_set1_epi8(15);
-      __m256i group[kGroups];
+      __m256i q[kGroups];
       for (int g = 0; g < kGroups / 2; ++g) {
         const __m256i both = _mm256_loadu_si256(bytes + g);
-        group[g] = _mm256_and_si256(both, nibble);
-        group[g + kGroups / 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+        q[g] = _mm256_and_si256(both, nibble);
+        q[g + kGroups / 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
       }
       for (int i = 0; i < kRows; ++i) {
-        // Sums of at most 8 · 2 · 15 · 127 = 30,480 fit 16 bits.
-        __m256i high = _mm256_maddubs_epi16(group[0], spread(x + i * stride));
-        __m256i low = _mm256_maddubs_epi16(group[0], spread(x + i * stride + 4 * kGroups));
+        // Sums of 8 pairs, of at most 2 · 15 · 64 each, fit 16 bits.
+        __m256i high = _mm256_maddubs_epi16(q[0], part(i, 0)), low = _mm256_maddubs_epi16(q[0], part(i, kGroups));
         for (int g = 1; g < kGroups; ++g) {
-          high = _mm256_add_epi16(high, _mm256_maddubs_epi16(group[g], spread(x + i * stride + 4 * g)));
-          low = _mm256_add_epi16(low, _mm256_maddubs_epi16(group[g], spread(x + i * stride + 4 * (g + kGroups))));
+          high = _mm256_add_epi16(high, _mm256_maddubs_epi16(q[g], part(i, g)));
+          low = _mm256_add_epi16(low, _mm256_maddubs_epi16(q[g], part(i, kGroups + g)));
         }
-        dots[i] = _mm256_add_epi32(_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 7), _mm256_madd_epi16(low, ones));
+        dots[i] = _mm256_add_epi32(_mm256_madd_epi16(high, high_weight), _mm256_madd_epi16(low, ones));
       }
     } else {
-      __m256i high[kRows], low[kRows];
-      for (int i = 0; i < kRows; ++i) high[i] = low[i] = _mm256_setzero_si256();
+      for (int i = 0; i < kRows; ++i) dots[i] = _mm256_setzero_si256();
       for (int g = 0; g < kGroups; ++g) {
-        const __m256i value = _mm256_loadu_si256(bytes + g), magnitude = _mm256_abs_epi8(value);
+        const __m256i q = _mm256_loadu_si256(bytes + g);
         for (int i = 0; i < kRows; ++i) {
-          // |q|·(sign(q)·x): the multiply-add wants one unsigned side. 2 · 128 · 127 = 32,512 fits 16 bits.
-          const __m256i a = _mm256_sign_epi8(spread(x + i * stride + 4 * g), value);
-          const __m256i b = _mm256_sign_epi8(spread(x + i * stride + 4 * (g + kGroups)), value);
-          high[i] = _mm256_add_epi32(high[i], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, a), ones));
-          low[i] = _mm256_add_epi32(low[i], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, b), ones));
+          // A pair is at most 2 · 255 · 64 = 32,640, which fits 16 bits; two would not.
+          const __m256i high = _mm256_maddubs_epi16(q, part(i, g)), low = _mm256_maddubs_epi16(q, part(i, kGroups + g));
+          dots[i] = _mm256_add_epi32(dots[i], _mm256_madd_epi16(high, high_weight));
+          dots[i] = _mm256_add_epi32(dots[i], _mm256_madd_epi16(low, ones));
         }
       }
-      for (int i = 0; i < kRows; ++i) dots[i] = _mm256_add_epi32(_mm256_slli_epi32(high[i], 7), low[i]);
     }
-  }
-
-  // Four bytes, repeated in all eight lanes.
-  static __m256i spread(const int8_t* p) {
-    int32_t four;
-    memcpy(&four, p, sizeof four);
-    return _mm256_set1_epi32(four);
   }
 
   BlockWeight w_;

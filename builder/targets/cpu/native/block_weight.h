@@ -6,8 +6,8 @@
 //   offset [8 rows] likewise, if there is one
 //   q               groups of 4 columns: 32 bytes = 8 rows × 4 columns
 //
-// 8 bits: group g is byte vector g, values q - zero as int8. 4 bits: byte vector i holds group i in the low nibble
-// and group i + groups / 2 in the high one. W[n, k] = scale·(q - zero) + offset.
+// 8 bits: group g is byte vector g. 4 bits: byte vector i holds group i in the low nibble and group i + groups / 2 in
+// the high one. W[n, k] = scale·(q - zero) + offset, q unsigned.
 #pragma once
 #include <immintrin.h>
 

@@ -33,10 +33,9 @@ class GatedActivation {
   }
 
   v8 activate(v8 x) const {
-    const v8 one = splat8(1.0f);
-    if (kind_ == kSilu) return x / (one + exp8(-x));
-    const v8 inner = splat8(0.7978845608f) * (x + splat8(0.044715f) * x * x * x);
-    return splat8(0.5f) * x * (one + tanh8(inner));
+    // gelu_tanh is x·(1 + tanh u) / 2, which is x·sigmoid(2u): no cancellation for negative x.
+    const v8 slope = splat8(1.5957691216f) * (x + splat8(0.044715f) * x * x * x);
+    return x / (splat8(1.0f) + exp8(kind_ == kSilu ? -x : -slope));
   }
 
   int64_t kind_;
