@@ -67,7 +67,7 @@ def attention(
     where = type(module).__name__
     if attention_mask is not None:
         raise UnsupportedError("the model builds its own attention mask", where=where)
-    if not causal(module, kwargs):
+    if not _causal(module, kwargs):
         raise UnsupportedError("attention is not causal", where=where, hint="only decoder language models convert")
     # An explicit None means the whole sequence; a model that passes nothing leaves the window to the mask, and its
     # module usually knows it. `contract.check_attention` compares the outcome with the config.
@@ -91,7 +91,7 @@ def attention(
     return out[None], None
 
 
-def causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)
 

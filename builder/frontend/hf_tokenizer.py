@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from llmbuild.builder.frontend.hf_model import GENERATION_CONFIG
 from llmbuild.errors import ModelError
 
+# Any of these means that there is a tokenizer; the others only add to it.
 _SIGNS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,6 +21,7 @@ _SIGNS = (
     "tekken.json",
     "spiece.model",
 )
+FILES = (*_SIGNS, "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json")
 
 
 def tokenizer_files(directory: Path, *, trust_remote_code: bool = False) -> dict[str, bytes]:

@@ -69,7 +69,8 @@ def open_source(path: Path, *, trust_remote_code: bool = False) -> ModelSource:
         return open_gguf(path)
     config = hf_model.load_config(path, trust_remote_code=trust_remote_code)
     checkpoint = SafetensorsCheckpoint(path)
-    small = [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jinja", ".model", ".txt", ".py")]
+    named = [path / name for name in (hf_model.CONFIG, hf_model.GENERATION_CONFIG, *hf_tokenizer.FILES)]
+    small = [file for file in named if file.is_file()] + (sorted(path.glob("*.py")) if trust_remote_code else [])
     return ModelSource(
         name=path.resolve().name,
         config=config,

@@ -11,13 +11,16 @@ from safetensors.torch import load_file
 from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.frontend.safetensors_file import StoredTensor
 from llmbuild.builder.ir import INPUT_NAMES, Constant, source_line
+from support.parity import relative_error
 from support.tiny_models import BOS, EOS, PAD, VOCAB_SIZE, save_tiny, tiny_model
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     model = tiny_model("llama")
-    return model, save_tiny(model, tmp_path_factory.mktemp("llama"), max_shard_size="60KB")
+    directory = save_tiny(model, tmp_path_factory.mktemp("llama"), max_shard_size="60KB")
+    (directory / "notes.txt").write_text("not a part of the model")
+    return model, directory
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +112,22 @@ def test_bfloat16_is_passed_through_bit_exactly(tmp_path):
     assert widened.dtype is torch.float32 and torch.equal(widened.load(), original.float())
 
 
-def test_info_names_files_with_their_hashes(llama, program):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_graphs_follow_the_model(dtype, tmp_path):
+    model = tiny_model("llama").to(dtype)
+    program = load_program(save_tiny(model, tmp_path, tokenizer=False), dtype=dtype)
+    assert relative_error(program, model.float()) < 0.05
+    linear = next(node for node in program.graph.nodes if "linear" in str(node.target))
+    assert linear.meta["val"].dtype is dtype
+    assert program.weights["model_rotary_emb_inv_freq"].dtype is torch.float32
+
+
+def test_info_names_the_files_that_were_read_with_their_hashes(llama, program):
     _, directory = llama
     recorded = {name: (size, digest) for name, size, digest in program.info.source_files}
     shards = sorted(file.name for file in directory.glob("*.safetensors"))
     assert len(shards) > 1 and {*shards, "config.json", "model.safetensors.index.json"} <= set(recorded)
+    assert "notes.txt" not in recorded
     for name, (size, digest) in recorded.items():
         data = (directory / name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (size, digest)
