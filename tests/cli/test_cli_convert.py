@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from llmbuild.engine.reader import open_engine
 from llmbuild.engine.verify import verify
 from support.fake_engine import tree
+from support.tiny_gguf import write_gguf
 from support.tiny_models import save_tiny, tiny_model
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -89,6 +90,17 @@ def test_converted_engine_can_be_inspected_and_measured(converted, invoke):
     result = invoke("bench", "latency", converted, *words)
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[0])["model"] == "one"
+
+
+def test_gguf_keeps_its_blocks_and_says_so(tmp_path, invoke):
+    model = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", type_name="Q8_0")
+    result = invoke("convert", model, "-o", tmp_path / "e")
+    assert result.exit_code == 0, result.stderr
+    assert "chosen: quant gguf: the file's own blocks, kept as they are" in result.stderr
+    precision = open_engine(tmp_path / "e").manifest.precision
+    assert precision.recipe == "gguf"
+    assert precision.weights["Q8_0"] > precision.weights["float32"]
+    assert invoke("run", tmp_path / "e", "-p", "the cat", "--max-tokens", 4).exit_code == 0
 
 
 @pytest.mark.parametrize("text", ["x" * 128, "x" * 500])
