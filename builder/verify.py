@@ -5,11 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from llmbuild.builder.ir import INPUT_NAMES, Program
-from llmbuild.builder.passes.edit import arg, describe, fake_mode_of, plain_size, propagate
+from llmbuild.builder.passes.edit import arg, describe, fake_mode_of, freeze, plain_size, propagate, signature
 
 
 class Verifier:
@@ -26,8 +25,8 @@ class Verifier:
         for node in program.graph.nodes:
             if node.op != "call_function":
                 continue
-            arguments = [(id(arg), id(arg.meta.get("val"))) for arg in node.all_input_nodes]
-            state = (node.target, str(node.args), str(node.kwargs), arguments, id(node.meta.get("val")))
+            values = [id(each.meta.get("val")) for each in (node, *node.all_input_nodes)]
+            state = (node.target, freeze(node.args), freeze(node.kwargs), values)
             if self.checked.get(node) != state:
                 check_node(node, mode)
                 self.checked[node] = state
@@ -54,12 +53,3 @@ def check_node(node: fx.Node, mode: Any) -> None:
         expected = propagate(node, mode)
     if signature(expected) != signature(node.meta["val"]):
         raise AssertionError(f"{describe(node)} should be {signature(expected)}")
-
-
-def signature(value: Any) -> Any:
-    """Return shape and dtype of a tensor, of each tensor in a sequence, or the value of a size."""
-    if isinstance(value, torch.Tensor):
-        return plain_size(value.shape), value.dtype
-    if isinstance(value, (list, tuple)):
-        return [signature(item) for item in value]
-    return plain_size([value])[0] if isinstance(value, (int, torch.SymInt)) else value

@@ -31,7 +31,7 @@ def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str) -> BlockTe
         name: The tensor's name, for the error.
 
     Raises:
-        ModelError: `weight` holds NaN or infinity.
+        ModelError: `weight` holds NaN or infinity, or an asymmetric block spans more than float32 can hold.
     """
     rows, columns = weight.shape
     form = block_format(scheme, columns)
@@ -49,7 +49,8 @@ def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str) -> BlockTe
             scale[part] = usable(torch.maximum(-low, high) / (2 ** (form.bits - 1) - 1))
             low = torch.zeros_like(low)
         else:
-            scale[part] = usable((high / 2 - low / 2) / (2**form.bits - 1) * 2)
+            refuse_overflow(high - low, begin, name)
+            scale[part] = usable((high - low) / (2**form.bits - 1))
             offset[part] = low
         spread = lambda t: t.repeat_interleave(form.block_size, dim=1)[:, :columns]  # noqa: E731
         levels = torch.round((values - spread(low)) / spread(scale[part])) + form.zero
@@ -81,4 +82,15 @@ def refuse_non_finite(values: Tensor, first_row: int, name: str) -> None:
             f"weight {name!r} holds {values[row, column].item()} and cannot be quantized",
             where=f"row {first_row + row}, column {column}; {int(bad.sum())} such values or more",
             hint="check the checkpoint; `--quant none` converts it as it is",
+        )
+
+
+def refuse_overflow(span: Tensor, first_row: int, name: str) -> None:
+    wide = torch.isinf(span)
+    if bool(wide.any()):
+        row, block = (int(index) for index in wide.nonzero()[0])
+        raise ModelError(
+            f"weight {name!r} spans more than float32 can hold and cannot be quantized",
+            where=f"row {first_row + row}, block {block}",
+            hint="use a symmetric scheme, or check the checkpoint",
         )

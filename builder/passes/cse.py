@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from llmbuild.builder.ir import Constant, Program, Rewrite
-from llmbuild.builder.passes.edit import arguments, replace
+from llmbuild.builder.passes.edit import arguments, freeze, replace
 
 SMALL = 1 << 20  # constants up to this many bytes (inv_freq, masks) are compared by value
 
@@ -52,12 +52,3 @@ def weight_key(program: Program, node: fx.Node) -> Any:
             value.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
         )
     return None if expr is None else ("weight", expr)
-
-
-def freeze(value: Any) -> Any:
-    """Return a hashable stand-in of an argument; 1, 1.0 and True stay different."""
-    if isinstance(value, (list, tuple)):
-        return tuple(freeze(item) for item in value)
-    if isinstance(value, (int, float, bool)):
-        return (type(value), value)
-    return value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -77,12 +78,49 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     raise ValueError("the graph has no fake tensors: it was not made by a trace")
 
 
+# Layers are alike, and a fake op on symbolic shapes takes milliseconds: each distinct call is computed once.
+_PROPAGATED: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
+
+
 def propagate(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """Return the fake value of a call, computed from those of its arguments."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta["val"])
-    target: Any = node.target
-    with mode, torch.no_grad():
-        return target(*args, **kwargs)
+    """Return the fake value of a call, computed from those of its arguments.
+
+    Calls of one op on the same shapes, dtypes and numbers share one value: fake values are read, never written.
+    """
+    known = _PROPAGATED.setdefault(mode, {})
+    key = (node.target, freeze(node.args, by_value=True), freeze(node.kwargs, by_value=True))
+    if key not in known:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta["val"])
+        target: Any = node.target
+        with mode, torch.no_grad():
+            known[key] = target(*args, **kwargs)
+    return known[key]
+
+
+def freeze(value: Any, *, by_value: bool = False) -> Any:
+    """Return a hashable stand-in of an argument; 1, 1.0 and True stay different.
+
+    Args:
+        by_value: Let a node stand for its shape and dtype instead of for itself.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(item, by_value=by_value) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, freeze(item, by_value=by_value)) for name, item in sorted(value.items()))
+    if isinstance(value, (int, float, bool)):
+        return (type(value), value)
+    if by_value and isinstance(value, fx.Node):
+        return signature(value.meta["val"])
+    return value
+
+
+def signature(value: Any) -> Any:
+    """Return shape and dtype of a tensor, of each tensor in a sequence, or the value of a size."""
+    if isinstance(value, torch.Tensor):
+        return plain_size(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(signature(item) for item in value)
+    return plain_size([value])[0] if isinstance(value, (int, torch.SymInt)) else value
 
 
 def call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -1,5 +1,7 @@
 """`f(w) => w'` for elementwise and layout ops on one weight: `1 + w`, `w.float()`, `exp(A_log)`, `inv_freq[None]`.
 
+Tensors that the model's code makes from numbers alone (`ones`, `arange`) become constants first.
+
 Done when weights are written instead of at every step. The stored blocks of a weight and the only copy of a large one
 stay as they are: folding would lose the blocks, or store the data twice.
 """
@@ -12,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from llmbuild.builder.ir import Map, Program, Rewrite, source_line
-from llmbuild.builder.passes.cse import freeze
+from llmbuild.builder.ir import Constant, Map, Program, Rewrite, source_line
 from llmbuild.builder.passes.edit import fake_mode_of, is_tensor, replace, size
 
 aten = torch.ops.aten
@@ -23,6 +24,7 @@ LAYOUT = (
     aten.reshape.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
+    aten.select.int,
     aten.transpose.int,
     aten.permute.default,
     aten.expand.default,
@@ -50,6 +52,11 @@ class Apply:
 def fold_weights(program: Program) -> Rewrite:
     log = Rewrite("fold_weights", 0)
     for node in list(program.graph.nodes):
+        if is_constant(node):
+            target: Any = node.target
+            replace(node, new_weight(program, f"constant_{node.name}", Constant(target(*node.args, **node.kwargs))))
+            log.count += 1
+            continue
         weight = only_weight(program, node)
         if weight is None:
             continue
@@ -61,6 +68,14 @@ def fold_weights(program: Program) -> Rewrite:
         log.count += 1
     program.drop_unused_weights()
     return log
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether `node` makes a small tensor from numbers alone, always the same one."""
+    made = node.op == "call_function" and is_tensor(node) and not node.all_input_nodes
+    if not made or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
+    return all(isinstance(dim, int) for dim in size(node)) and node.meta["val"].numel() <= LARGE
 
 
 def only_weight(program: Program, node: fx.Node) -> fx.Node | None:
@@ -109,6 +124,3 @@ def new_weight(program: Program, stem: str, expr: Any) -> fx.Node:
 
 def freeze_list(value: Any) -> Any:
     return tuple(freeze_list(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-__all__ = ["Apply", "fold_weights", "freeze", "new_weight"]

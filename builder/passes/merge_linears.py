@@ -79,19 +79,19 @@ def storage(expr: WeightExpr) -> str:
 
 def merge(program: Program, x: fx.Node, group: list[fx.Node]) -> None:
     weights = [weight_of(node) for node in group]
-    merged = new_weight(program, joined_name(weights), Concat(tuple(program.weights[w.name] for w in weights)))
+    name = joined_name(weights)
+    merged = new_weight(program, name, Concat(tuple(program.weights[w.name] for w in weights)))
     operands = [x, merged]
     biases = [bias_of(node) for node in group]
     if any(bias is not None for bias in biases):
-        named = [bias for bias in biases if bias is not None]
-        like = program.weights[named[0].name]
+        like = next(program.weights[bias.name] for bias in biases if bias is not None)
         stacked = [
             Constant(torch.zeros(weight_of(node).meta["val"].shape[0], dtype=like.dtype))
             if bias is None
             else program.weights[bias.name]
             for node, bias in zip(group, biases, strict=True)
         ]
-        operands.append(new_weight(program, joined_name(named), Concat(tuple(stacked))))
+        operands.append(new_weight(program, name.removesuffix("_weight") + "_bias", Concat(tuple(stacked))))
     linear = call(group[0], aten.linear.default, *operands)
     widths = [size(node)[-1] for node in group]
     split = call(group[0], aten.split_with_sizes.default, linear, widths, -1)
