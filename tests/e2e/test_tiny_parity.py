@@ -66,12 +66,11 @@ def test_logits_of_a_request_served_alone(family: str, tmp_path: Path):
 
 
 def test_preemption_changes_no_token(tmp_path: Path):
-    """A pool of 12 blocks cannot hold the 8 sequences: some are preempted and computed again."""
-    model = tiny_model("llama")
-    save_tiny(model, tmp_path / "model")
+    """8 sequences of up to 75 tokens outgrow a pool of 16 blocks: some are preempted and computed again."""
+    save_tiny(tiny_model("llama"), tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "engine")
-    prompts = make_prompts()
-    roomy = serve(tmp_path / "engine", prompts, MAX_TOKENS)
-    tight = serve(tmp_path / "engine", prompts, MAX_TOKENS, kv_cache_blocks=12)
+    prompts = [prompt[:15] for prompt in make_prompts() if len(prompt) >= 15][:8]
+    roomy = serve(tmp_path / "engine", prompts, 60)
+    tight = serve(tmp_path / "engine", prompts, 60, kv_cache_blocks=16)
     assert tight.tokens == roomy.tokens
     assert sum(tight.steps) > sum(roomy.steps)
