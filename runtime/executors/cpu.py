@@ -47,7 +47,7 @@ class CpuExecutor:
             engine.file(section["weights"]),
             library,
             slots=self.num_blocks * self.block_size,
-            threads=threads or len(os.sched_getaffinity(0)),
+            threads=threads or usable_processors(),
         )
 
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
@@ -82,6 +82,13 @@ def default_blocks(manifest: Manifest) -> int:
     floats = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in kv.layers)
     affordable = int(available_memory() * MEMORY_SHARE) // max(1, floats * kv.block_size * 4)
     return max(a_sequence, min(wanted, affordable))
+
+
+def usable_processors() -> int:
+    """Processors that this process may run on, where the system can tell; else all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_memory() -> int:

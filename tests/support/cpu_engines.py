@@ -62,15 +62,16 @@ class Conversation:
     """
 
     num_blocks: int = 64
-    seed: int = 0
+    block_size: int = LIMITS.block_size
+    first_block: int = 0
 
     def __post_init__(self) -> None:
-        self.free = list(np.random.default_rng(self.seed).permutation(self.num_blocks))
+        self.free = list(self.first_block + np.random.default_rng(0).permutation(min(self.num_blocks, 4096)))
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
 
     def step(self, chunks: dict[str, list[int]], *, last_only: bool = False) -> StepInput:
-        size = LIMITS.block_size
+        size = self.block_size
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -94,6 +94,10 @@ class Emitter:
             self._constants[key] = name
         return self._constants[key]
 
+    @staticmethod
+    def attribute_tensor(array: np.ndarray) -> TensorProto:
+        return numpy_helper.from_array(array)
+
     def ints(self, *values: int) -> str:
         return self.constant(values, np.int64)
 

@@ -107,8 +107,9 @@ def run(compiler: Compiler, folder: Path, out: Path) -> None:
     command = [*compiler.command, *FLAGS, "-o", out.name, "library.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if result.returncode != 0:
+        first_messages = "\n".join(result.stderr.strip().splitlines()[:12])
         raise ConfigError(
-            f"compiling the native operators failed: {result.stderr.strip()[-2000:]}",
+            f"compiling the native operators failed: {first_messages}",
             where=" ".join(command),
             hint=f"set {VARIABLE} to another compiler, or to none to build without native operators",
         )

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from llmbuild.builder.targets.cpu.lower import (
+    assembly,
     attention_dense,
     attention_paged,
     embedding,
@@ -21,6 +22,7 @@ from llmbuild.builder.targets.cpu.lower.rule import Rule, known_dtype
 
 COMMON: dict[Any, Rule] = {
     **shapes.RULES,
+    **assembly.RULES,
     **pointwise.RULES,
     **norms.RULES,
     **linear.RULES,
