@@ -38,11 +38,15 @@ def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
             hint="use int8-wo or int4-wo to quantize, or none",
         )
     head = lm_head(program)
+    reasons: dict[str, list[str]] = {}  # reason -> weights it holds for
     for node in [node for node in program.graph.nodes if program.weight_of(node) is not None]:
         reason = choose(program, node, recipe, head)
         if reason is not None:
-            log.declined.append(f"{node.name}: {reason}")
+            reasons.setdefault(reason, []).append(node.name)
         log.count += program.weights[node.name].block_format is not None
+    for reason, names in reasons.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        log.declined.append(f"{names[0]}{others}: {reason}")
     return log
 
 

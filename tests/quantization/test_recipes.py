@@ -151,3 +151,12 @@ def test_q_scale_and_offset_are_computed_once_and_one_weight_is_held() -> None:
     LAST_BLOCKS.forget()
     BlockPart(first, "q").load()
     assert len(loads) == 4
+
+
+def test_one_line_says_it_for_all_weights_with_the_same_reason() -> None:
+    subject = program()
+    for name in ("up", "down", "head"):
+        subject.weights[name] = Stored(subject.weights[name].value)
+    log = choose_formats(subject, find_recipe("int4-wo"))
+    assert "up and 1 more: kept in 4 bits as stored (Q4_0); rounding again to 4 gains nothing" in log.declined
+    assert "head: kept in 4 bits as stored (Q4_0); rounding again to 8 gains nothing" in log.declined
