@@ -58,11 +58,10 @@ def blocks_of(
     def load() -> tuple[Array, Array, Array | None]:
         if one_source:  # read the blocks once, not once a part
             loaded = parts[0].source.load_blocks()  # type: ignore[attr-defined]
-            arrays = [loaded.q, loaded.scale, loaded.offset]
+            tensors = [loaded.q, loaded.scale, loaded.offset]
         else:
-            arrays = [part.load() for part in parts]
-        values = [None if array is None else array.numpy() for array in arrays]
-        return values[0], values[1], values[2] if offset is not None else None
+            tensors = [part.load() for part in parts]
+        return tensors[0].numpy(), tensors[1].numpy(), None if offset is None else tensors[2].numpy()
 
     return Blocks(
         name=q.name.removesuffix("_q"),
@@ -116,10 +115,11 @@ class NBits:
 def nbits_values(weight: Blocks, q: Array) -> Array:
     """Return uint8 [N, blocks, block_size * bits / 8]; of two 4-bit values in a byte the first is in the low half."""
     form = NBits.of(weight)
-    q = padded(q.astype(np.int16) + form.shift, weight.rows, weight.blocks * weight.block_size, 1 << (weight.bits - 1))
-    if q.min() < 0 or q.max() >= 1 << weight.bits:
-        raise AssertionError(f"{weight.name}: values {q.min()}..{q.max()} do not fit {weight.bits} bits")
-    values = q.astype(np.uint8)
+    middle = 1 << (weight.bits - 1)
+    shifted = padded(q.astype(np.int16) + form.shift, weight.rows, weight.blocks * weight.block_size, middle)
+    if shifted.min() < 0 or shifted.max() >= 1 << weight.bits:
+        raise AssertionError(f"{weight.name}: values {shifted.min()}..{shifted.max()} do not fit {weight.bits} bits")
+    values: Array = shifted.astype(np.uint8)
     if weight.bits == 4:
         values = values[:, 0::2] | (values[:, 1::2] << 4)
     return values.reshape(weight.rows, weight.blocks, -1)

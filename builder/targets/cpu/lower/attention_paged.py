@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,18 +32,19 @@ def why_not_paged(layers: tuple[LayerKV, ...]) -> str | None:
 
 def emit(
     e: Emitter,
-    q: str,
-    k: str,
-    v: str,
-    cos: str,
-    sin: str,
+    tensors: Sequence[str],
     *,
     interleaved: bool,
     heads: tuple[int, int],
     widths: tuple[int, int],
     rest: tuple[Any, ...],
 ) -> str:
-    """Append PagedAttention; `rest` is what follows q, k, v in `llmbuild::paged_attention`. Returns [T, Hq·Dv]."""
+    """Append PagedAttention and return its [T, Hq·Dv].
+
+    Args:
+        tensors: q (or q|k|v), k, v, cos, sin; absent ones are "".
+        rest: What follows q, k, v in `llmbuild::paged_attention`.
+    """
     layer, scale, window, softcap, sinks, slopes = rest
     keys, values = pool_names(layer)
     e.add_input(keys, TensorProto.FLOAT, ["slots", heads[1] * widths[0]])
@@ -56,7 +58,7 @@ def emit(
     optional = ["" if extra is None else e.tensor(extra) for extra in (sinks, slopes)]
     return e.op(
         "PagedAttention",
-        *(q, k, v, cos, sin, keys, values, *paging, *optional),
+        *(*tensors, keys, values, *paging, *optional),
         domain=NATIVE,
         q_heads=heads[0],
         kv_heads=heads[1],
@@ -75,7 +77,7 @@ def attention(e: Emitter, node: fx.Node) -> str:
     heads = int(size(q)[1]), int(size(k)[1])
     widths = int(size(k)[2]), int(size(v)[2])
     flat = [reshape(e, e.tensor(x), -1, int(size(x)[1]) * int(size(x)[2])) for x in (q, k, v)]
-    out = emit(e, *flat, "", "", interleaved=False, heads=heads, widths=widths, rest=tuple(rest))
+    out = emit(e, [*flat, "", ""], interleaved=False, heads=heads, widths=widths, rest=tuple(rest))
     return reshape(e, out, -1, heads[0], widths[1])
 
 
@@ -84,10 +86,7 @@ def packed_attention(e: Emitter, node: fx.Node) -> str:
     tables = ["" if table is None else e.tensor(table) for table in (cos, sin)]
     out = emit(
         e,
-        e.tensor(qkv),
-        "",
-        "",
-        *tables,
+        [e.tensor(qkv), "", "", *tables],
         interleaved=interleaved,
         heads=(q_heads, kv_heads),
         widths=(key_width, value_width),

@@ -132,7 +132,7 @@ def repeat_interleave(e: Emitter, node: fx.Node) -> str:
 
 def index(e: Emitter, node: fx.Node) -> str:
     source, indices = node.args
-    where = next(i for i, item in enumerate(indices) if item is not None)  # type: ignore[arg-type, var-annotated]
+    where = next(i for i, item in enumerate(indices) if item is not None)  # type: ignore[arg-type]
     return e.op("Gather", e.tensor(source), e.tensor(indices[where]), axis=where)  # type: ignore[index]
 
 
