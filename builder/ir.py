@@ -10,6 +10,7 @@ is a `WeightExpr` that reads, casts or merges one tensor when a target asks for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -128,6 +129,90 @@ class Concat:
 
 
 @dataclass(frozen=True)
+class Item:
+    """One matrix of a stack: `source[index]`. Reads no more of a memory-mapped tensor than that."""
+
+    source: WeightExpr
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def block_format(self) -> None:
+        return None
+
+    def load(self) -> Tensor:
+        return self.source.load()[self.index].contiguous()
+
+    def load_blocks(self) -> BlockTensor:
+        raise TypeError("an item of a stack is a plain tensor")
+
+    def sources(self) -> frozenset[str]:
+        return self.source.sources()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Weights of one shape along a new axis 0: the experts of a layer, loaded one after the other.
+
+    Beside the stacked tensor only one part is ever in memory. If all parts are stored in blocks of one format, so is
+    the stack; its blocks are those of the parts below each other, [E·N, K].
+    """
+
+    parts: tuple[WeightExpr, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def block_format(self) -> BlockFormat | None:
+        formats = {part.block_format for part in self.parts}
+        return formats.pop() if len(formats) == 1 else None
+
+    def load(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for place, part in enumerate(self.parts):
+            out[place] = part.load()
+        return out
+
+    def load_blocks(self) -> BlockTensor:
+        from llmbuild.quantization.blocks import BlockTensor
+
+        first = self.parts[0].load_blocks()
+        count, rows = len(self.parts), first.q.shape[0]
+        whole = [
+            None if t is None else t.new_empty(count * rows, t.shape[1]) for t in (first.q, first.scale, first.offset)
+        ]
+        for place, part in enumerate(self.parts):
+            blocks = first if place == 0 else part.load_blocks()
+            for target, piece in zip(whole, (blocks.q, blocks.scale, blocks.offset), strict=True):
+                if target is not None:
+                    target[place * rows : (place + 1) * rows] = piece
+        q, scale, offset = whole
+        assert q is not None and scale is not None
+        return BlockTensor(first.format, q, scale, offset)
+
+    def sources(self) -> frozenset[str]:
+        return frozenset().union(*(part.sources() for part in self.parts))
+
+
+def items(stack: WeightExpr) -> tuple[WeightExpr, ...]:
+    """Return the matrices of a stacked weight, each loadable without the others where the checkpoint allows it."""
+    return stack.parts if isinstance(stack, Stack) else tuple(Item(stack, index) for index in range(stack.shape[0]))
+
+
+@dataclass(frozen=True)
 class Map:
     """A plain tensor computed from another weight: `function` must be cheap, deterministic and described by `label`."""
 
@@ -186,7 +271,8 @@ class BlockPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows, columns = self.source.shape
+        *leading, columns = self.source.shape
+        rows = math.prod(leading)
         if self.part == "q":
             return (rows, columns)
         assert self.source.block_format is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmbuild.plugins import attention_reference
+from llmbuild.plugins import attention_reference, moe_reference
 
 LIB = torch.library.Library("llmbuild", "DEF")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
@@ -178,3 +178,62 @@ def _(ids, q, scale, offset, bits, block_size, zero, dtype):
 @torch.library.register_fake("llmbuild::embedding_blockwise")
 def _(ids, q, scale, offset, bits, block_size, zero, dtype):
     return scale.new_empty(*ids.shape, q.shape[1], dtype=dtype)
+
+
+# ----------------------------------------------------------------------------------------------- mixture of experts
+_EXPERTS = "str activation, bool gated=True, float slope=1.0, float? limit=None, float shift=0.0"
+_define(
+    "moe_experts(Tensor x, Tensor ids, Tensor scores, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, "
+    f"{_EXPERTS}) -> Tensor"
+)
+# x [T, H], ids [T, K], scores [T, K], up [E, 2I, H] (gate rows first; [E, I, H] when not gated), down [E, H, I],
+# biases [E, 2I] or [E, I] and [E, H] -> [T, H]. y[t] = Σ_k scores[t, k]·expert ids[t, k] of x[t]; see moe_reference.
+
+
+@torch.library.impl("llmbuild::moe_experts", "CompositeExplicitAutograd")
+def _(x, ids, scores, up, down, up_bias, down_bias, activation, gated=True, slope=1.0, limit=None, shift=0.0):
+    kind = (activation, gated, slope, limit, shift)
+    return moe_reference.experts(x, ids, scores, up, down, up_bias, down_bias, *kind)
+
+
+torch.library.register_fake("llmbuild::moe_experts")(lambda x, *a, **k: torch.empty_like(x))
+
+_define("expert_rows(Tensor w, bool transposed, bool interleaved) -> Tensor")
+# The layout of `moe_experts` from those that models use: w [.., N, K], or [.., K, N] when transposed; with interleaved,
+# rows gate 0, up 0, gate 1, up 1, ... become all of gate before all of up.
+
+
+@torch.library.impl("llmbuild::expert_rows", "CompositeExplicitAutograd")
+def _(w, transposed, interleaved):
+    w = w.transpose(-1, -2) if transposed else w
+    return (torch.cat((w[..., 0::2, :], w[..., 1::2, :]), dim=-2) if interleaved else w).contiguous()
+
+
+@torch.library.register_fake("llmbuild::expert_rows")
+def _(w, transposed, interleaved):
+    return w.new_empty(w.transpose(-1, -2).shape if transposed else w.shape)
+
+
+_define(
+    "moe_experts_blockwise(Tensor x, Tensor ids, Tensor scores, Tensor up_q, Tensor up_scale, Tensor? up_offset, "
+    "int[] up_form, Tensor down_q, Tensor down_scale, Tensor? down_offset, int[] down_form, Tensor? up_bias, "
+    f"Tensor? down_bias, {_EXPERTS}) -> Tensor"
+)
+# moe_experts over block-quantized weights: the experts' rows below each other, q [E·2I, H] and [E·H, I] with scale and
+# offset as in linear_blockwise; a form is (experts, bits, block_size, zero).
+
+
+@torch.library.impl("llmbuild::moe_experts_blockwise", "CompositeExplicitAutograd")
+def _(x, ids, scores, up_q, up_scale, up_offset, up_form, down_q, down_scale, down_offset, down_form, *rest, **named):
+    up = dequantize_experts(up_q, up_scale, up_offset, up_form).to(x.dtype)
+    down = dequantize_experts(down_q, down_scale, down_offset, down_form).to(x.dtype)
+    return torch.ops.llmbuild.moe_experts(x, ids, scores, up, down, *rest, **named)
+
+
+def dequantize_experts(q: Tensor, scale: Tensor, offset: Tensor | None, form: list[int]) -> Tensor:
+    """Return the float32 [E, N, K] weight of blocks whose form is (experts, bits, block_size, zero)."""
+    experts, _, block_size, zero = form
+    return dequantize_blockwise(q, scale, offset, block_size, zero).unflatten(0, (experts, -1))
+
+
+torch.library.register_fake("llmbuild::moe_experts_blockwise")(lambda x, *a, **k: torch.empty_like(x))

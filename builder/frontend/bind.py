@@ -14,7 +14,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from llmbuild.builder.frontend.checkpoint import Checkpoint
-from llmbuild.builder.ir import WeightExpr
+from llmbuild.builder.frontend.stacked_experts import stacked_experts
+from llmbuild.builder.ir import Stack, WeightExpr
 from llmbuild.errors import ModelError
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
 
@@ -132,11 +133,17 @@ def bind(model: PreTrainedModel, checkpoint: Checkpoint, ties: dict[str, str]) -
         problems.append(f"{len(wrong)} tensor(s) of the wrong shape: {_listed(wrong)}")
     if problems:
         raise ModelError("; ".join(problems), where=str(checkpoint.files[0].parent), hint=_hint(missing, ties))
-    cast = {
-        name: expr if expr.dtype == state[name].dtype else Cast(expr, state[name].dtype)
-        for name, expr in weights.items()
-    }
-    return Binding(cast, aliases, tuple(notices))
+    typed = {name: cast(expr, state[name].dtype) for name, expr in weights.items()}
+    return Binding(typed, aliases, tuple(notices))
+
+
+def cast(expr: WeightExpr, dtype: torch.dtype) -> WeightExpr:
+    """Return `expr` in `dtype`; the parts of a stack one by one, so that the stack is never held in both."""
+    if expr.dtype == dtype:
+        return expr
+    if isinstance(expr, Stack):
+        return Stack(tuple(cast(part, dtype) for part in expr.parts))
+    return Cast(expr, dtype)
 
 
 def _match(
@@ -165,6 +172,10 @@ def _match(
             weights[renamed] = checkpoint.weight(name)
     for first, parts in collected.items():
         converter = by_pattern[parts[0][0]]
+        stack = stacked_experts(converter, parts, first)
+        if stack is not None:
+            weights[first] = stack
+            continue
         for target in _targets(converter, first, state):
             fake = state[target]
             weights[target] = Converted(

@@ -14,7 +14,6 @@ from llmbuild.errors import UnsupportedError
 
 _ATTENTION = "llmbuild::paged_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FOREIGN_KEYS = ("vision_config", "audio_config", "encoder_config")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -33,9 +32,6 @@ def check_config(config: PretrainedConfig) -> None:
     for key in _FOREIGN_KEYS:
         if getattr(config, key, None) is not None:
             raise _refused(config, key, "only text models convert")
-    for key in _EXPERT_KEYS:
-        if (getattr(config, key, None) or 0) > 1:
-            raise _refused(config, key, "mixtures of experts are not supported yet")
     if getattr(config, "attention_chunk_size", None):
         raise _refused(config, "attention_chunk_size", "chunked attention is not supported")
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from llmbuild.builder.frontend import attention_hook
+from llmbuild.builder.frontend import attention_hook, experts_hook
 from llmbuild.builder.frontend.contract import check_config
 from llmbuild.errors import LLMBuildError, UnsupportedError
 
@@ -40,12 +40,19 @@ def build_fake_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remo
     """
     check_config(config)
     attention_hook.register()
+    experts_hook.register()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with foreign_code(config), mode, torch.no_grad():
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_hook.NAME, trust_remote_code=trust_remote_code
+            config,
+            dtype=dtype,
+            attn_implementation=attention_hook.NAME,
+            experts_implementation=experts_hook.NAME,
+            trust_remote_code=trust_remote_code,
         ).eval()
-        return FakeModel(model, _untie(model), mode)
+        ties = _untie(model)
+    experts_hook.prepare(model)
+    return FakeModel(model, ties, mode)
 
 
 def _untie(model: PreTrainedModel) -> dict[str, str]:

@@ -159,7 +159,6 @@ CONFIGS = [
         ),
         "rope_type is 'longrope'",
     ),
-    ("llama", dict(num_local_experts=8), r"num_local_experts = 8: mixtures of experts"),
     ("llama", dict(quantization_config={"quant_method": "gptq", "bits": 4}), r"already quantized .*'gptq'"),
     ("llama", dict(is_encoder_decoder=True), "is_encoder_decoder = True: only decoder-only"),
     ("llama", dict(vision_config={"hidden_size": 8}), "vision_config: only text models"),
@@ -177,7 +176,16 @@ def test_config_key_is_refused_by_name(family, values, message):
     ("family", "values", "message"),
     [
         ("lfm2", dict(layer_types=["conv", "full_attention"]), "layer_types holds 'conv'"),
-        ("qwen3_next", dict(layer_types=["linear_attention", "full_attention"]), "num_experts"),
+        (
+            "qwen3_next",
+            dict(layer_types=["linear_attention", "full_attention"]),
+            "layer_types holds 'linear_attention'",
+        ),
+        (
+            "jetmoe",
+            dict(num_local_experts=4),
+            "num_local_experts = 4: its experts are not behind transformers' experts",
+        ),
         ("mamba", {}, "'linear_attention'"),
         ("t5", {}, "is_encoder_decoder"),
         ("bert", {}, "attention is not causal"),

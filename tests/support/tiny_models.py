@@ -90,10 +90,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": dict(head_dim=16),
 }
 
+_EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=40)
+_LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16
+)
+# Mixtures of experts: 5 to 8 experts, 2 or 3 a token.
+MOE_FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=5, num_experts_per_tok=2),
+    "qwen2_moe": dict(_EXPERTS, num_experts=6, shared_expert_intermediate_size=48, norm_topk_prob=True),
+    "qwen3_moe": dict(_EXPERTS, num_experts=8, head_dim=32, norm_topk_prob=True),
+    "olmoe": dict(num_experts=5, num_experts_per_tok=3),
+    "granitemoe": dict(num_local_experts=5, num_experts_per_tok=2, attention_multiplier=0.1, residual_multiplier=0.3),
+    "phimoe": dict(num_local_experts=5, num_experts_per_tok=2),
+    "deepseek_v2": dict(
+        _EXPERTS,
+        **_LATENT,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek_v3": dict(
+        _EXPERTS,
+        **_LATENT,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "gpt_oss": dict(
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+    "glm4_moe": dict(_EXPERTS, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, head_dim=16),
+    "dots1": dict(_EXPERTS, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, head_dim=16),
+    "ernie4_5_moe": dict(
+        moe_num_experts=6, moe_k=2, moe_intermediate_size=40, moe_num_shared_experts=1, moe_layer_start_index=1
+    ),
+    "hunyuan_v1_moe": dict(num_experts=5, moe_topk=2, head_dim=16),
+    "minimax_m2": dict(num_local_experts=6, num_experts_per_tok=2, head_dim=16),
+}
+
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """Return the 2-layer config of `model_type`. Raises KeyError for a family not in `FAMILIES`."""
-    values = {**_BASE, **FAMILIES[model_type]}
+    """Return the 2-layer config of `model_type`. Raises KeyError for a family not in `FAMILIES` or `MOE_FAMILIES`."""
+    values = {**_BASE, **{**FAMILIES, **MOE_FAMILIES}[model_type]}
     defaults = {key: value for key, value in values.items() if value is not None}
     return AutoConfig.for_model(model_type, **(defaults | overrides))
 
@@ -104,7 +154,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedMo
     Weights are scaled so that activations neither vanish nor saturate: greedy tokens then differ between prompts.
 
     Args:
-        model_type: A key of `FAMILIES`.
+        model_type: A key of `FAMILIES` or `MOE_FAMILIES`.
         seed: Seed of the weights.
         **overrides: Config values that replace the tiny defaults.
     """
@@ -119,7 +169,10 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedMo
             elif "embed" in name or "wte" in name or "wpe" in name:
                 parameter.copy_(noise * 0.04)
             else:
-                parameter.copy_(noise * (1.5 / math.sqrt(min(parameter.shape))))
+                parameter.copy_(noise * (1.5 / math.sqrt(min(parameter.shape[-2:]))))
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict() and buffer.is_floating_point():  # such as the bias of a router
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return model
 
 
