@@ -73,11 +73,15 @@ def random_weight(
     return weight, dequantize_blockwise(*tensors, block, zero).numpy()
 
 
-def exact_activations(rows: int, columns: int, block: int, seed: int = 1) -> np.ndarray:
-    """Activations that the operators' 14 bits hold exactly: multiples of 1/64, each block's largest being 8127/64."""
+# The largest integer that an activation becomes, by the bits of the weight (native/activations.h).
+LARGEST = {4: 127 * 257, 8: 63 * 129}
+
+
+def exact_activations(rows: int, columns: int, block: int, bits: int, seed: int = 1) -> np.ndarray:
+    """Activations that the operators hold exactly: multiples of 1/64, each block's largest being LARGEST / 64."""
     random = np.random.default_rng(seed)
-    values = random.integers(-8127, 8128, (rows, columns))
-    values[:, ::block] = 8127
+    values = random.integers(-LARGEST[bits], LARGEST[bits] + 1, (rows, columns))
+    values[:, ::block] = LARGEST[bits]
     return (values / 64).astype(np.float32)
 
 
@@ -96,7 +100,7 @@ LINEARS = {
 @pytest.mark.parametrize("rows, n, k", [(1, 16, 64), (2, 13, 96), (5, 40, 72), (37, 24, 256), (1, 8, 17000)])
 def test_block_linear(library: Path, form: str, rows: int, n: int, k: int) -> None:
     weight, dense = random_weight(n, k, **LINEARS[form])
-    x = exact_activations(rows, k, min(weight.block_size, 32))
+    x = exact_activations(rows, k, min(weight.block_size, 32), weight.bits)
     bias = np.random.default_rng(2).normal(size=n).astype(np.float32)
     got = run(
         library,
@@ -119,14 +123,17 @@ def test_block_linear_is_the_same_alone_and_in_a_batch(library: Path) -> None:
         assert np.array_equal(alone[0], together[m])
 
 
-def test_block_linear_rounds_activations_to_14_bits(library: Path) -> None:
-    weight, dense = random_weight(64, 256, **LINEARS["Q8_0"])
+@pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
+def test_block_linear_rounds_activations_as_it_says(library: Path, form: str) -> None:
+    """Every activation is off by at most half a step, a step being its block's largest over LARGEST."""
+    weight, dense = random_weight(64, 256, **LINEARS[form])
     x = np.random.default_rng(4).normal(size=(3, 256)).astype(np.float32)
     got = run(library, "BlockLinear", {"x": x, "w": native_records(weight)}, **weight_attributes(weight))
     expected = x.astype(np.float64) @ dense.T
-    worst = np.abs(x).reshape(3, -1, 32).max(-1).repeat(32, -1) / 8127 / 2 @ np.abs(dense).T  # half a step each
-    assert (np.abs(got - expected) <= worst * 1.01).all()
-    assert np.abs(got - expected).max() > 0
+    half_steps = np.abs(x).reshape(3, -1, 32).max(-1).repeat(32, -1) / LARGEST[weight.bits] / 2
+    error = np.abs(got - expected)
+    assert (error <= half_steps @ np.abs(dense).T * 1.01).all()
+    assert error.max() > 1e-6
 
 
 def test_zero_activations(library: Path) -> None:

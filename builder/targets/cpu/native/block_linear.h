@@ -18,6 +18,7 @@ class BlockLinear {
     x_.columns = w_.columns;
     x_.block = w_.block;
     x_.blocks = w_.blocks;
+    x_.shift = w_.bits == 4 ? 8 : 7;
   }
 
   void compute(ort::Context& c) {
@@ -123,10 +124,10 @@ class BlockLinear {
     }
   }
 
-  // dots[i] = for each of 8 output rows, 128·Σ q·high + Σ q·low over one block, for input row i.
+  // dots[i] = for each of 8 output rows, 2^shift·Σ q·high + Σ q·low over one block, for input row i.
   template <int kBits, int kGroups, int kRows, bool kSpread>
   static void dot(const __m256i* bytes, const int8_t* x, int64_t stride, __m256i* dots) {
-    const __m256i ones = _mm256_set1_epi16(1), high_weight = _mm256_set1_epi16(128);
+    const __m256i ones = _mm256_set1_epi16(1), high_weight = _mm256_set1_epi16(kBits == 4 ? 256 : 128);
     auto part = [&](int i, int g) {  // 4 bytes of input row i, in all lanes: groups 0 .. kGroups - 1 are the high parts
       if constexpr (kSpread) return _mm256_load_si256(reinterpret_cast<const __m256i*>(x + i * stride) + g);
       else return repeat(x + 4 * g);
@@ -140,7 +141,7 @@ class BlockLinear {
         q[g + kGroups / 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
       }
       for (int i = 0; i < kRows; ++i) {
-        // Sums of 8 pairs, of at most 2 · 15 · 64 each, fit 16 bits.
+        // Sums of 8 pairs, of at most 2 · 15 · 128 each, fit 16 bits.
         __m256i high = _mm256_maddubs_epi16(q[0], part(i, 0)), low = _mm256_maddubs_epi16(q[0], part(i, kGroups));
         for (int g = 1; g < kGroups; ++g) {
           high = _mm256_add_epi16(high, _mm256_maddubs_epi16(q[g], part(i, g)));
