@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 class ServingLimits(NamedTuple):
     """max_batch_size: sequences in a step. max_num_tokens: tokens in a step. max_seq_len: prompt and output tokens of a
-    sequence. vocab_size: ids are below it. eos_token_ids: the model's own ends of sequence.
+    sequence. vocab_size: ids are below it, and logits are that wide. eos_token_ids: the model's own ends of sequence.
+    num_tokens: sampled ids are below it, because the tokenizer knows no others; None: all of the vocabulary.
     """
 
     max_batch_size: int
@@ -18,6 +19,7 @@ class ServingLimits(NamedTuple):
     max_seq_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    num_tokens: int | None = None
 
     @staticmethod
     def of(manifest: Manifest) -> ServingLimits:

@@ -42,4 +42,8 @@ def load_engine(
     directory = engine.path / "tokenizer"
     tokenizer = Tokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
     executor = load_executor(engine, threads=num_threads, num_blocks=kv_cache_blocks)
-    return LoadedEngine(executor, ServingLimits.of(engine.manifest), tokenizer)
+    limits = ServingLimits.of(engine.manifest)
+    # Checkpoints pad the vocabulary to a round size: rows that were never trained and that no text stands for.
+    if tokenizer is not None and tokenizer.num_tokens < limits.vocab_size:
+        limits = limits._replace(num_tokens=tokenizer.num_tokens)
+    return LoadedEngine(executor, limits, tokenizer)

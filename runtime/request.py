@@ -79,13 +79,14 @@ def make_request(
     """
     where = f"request {request_id}"
     ids = _prompt_array(prompt_token_ids, limits.vocab_size, where)
+    sampled = limits.vocab_size if limits.num_tokens is None else limits.num_tokens
     for name, listed in _ids_of_params(params):
         for token in listed:
-            if token >= limits.vocab_size:
+            if token >= sampled:
                 raise RequestError(
-                    f"{name} holds {token}, but the vocabulary has {limits.vocab_size} tokens",
+                    f"{name} holds {token}, but the vocabulary has {sampled} tokens",
                     where=where,
-                    hint=f"ids go from 0 to {limits.vocab_size - 1}",
+                    hint=f"ids go from 0 to {sampled - 1}",
                 )
     eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
     stop_ids = eos_ids.union(params.stop_token_ids or ())

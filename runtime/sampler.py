@@ -41,15 +41,15 @@ def sample(logits: np.ndarray, batch: SamplingBatch) -> SampledTokens:
     """Sample one token per row.
 
     Args:
-        logits: float32 [L, V]; not modified.
+        logits: float32 [L, V]; not modified. Columns from `batch.num_tokens` on are never sampled.
         batch: L rows of parameters.
 
     Raises:
         LLMBuildError: A row's logits hold NaN, or nothing but -inf.
     """
-    rows = len(logits)
+    rows, kept = len(logits), batch.num_tokens
     if batch.all_greedy and batch.extras is None:
-        token_ids = logits.argmax(axis=1) if rows else np.empty(0, np.int64)
+        token_ids = logits[:, :kept].argmax(axis=1) if rows else np.empty(0, np.int64)
         # argmax stops at the first NaN, so looking at what it picked is enough.
         picked = logits[np.arange(rows), token_ids]
         if not np.isfinite(picked).all():
@@ -61,10 +61,10 @@ def sample(logits: np.ndarray, batch: SamplingBatch) -> SampledTokens:
     for row in range(rows):
         extras = batch.extras[row] if batch.extras is not None else None
         values = logits[row] if extras is None else _adjust(logits[row], batch, row, extras)
-        token = _pick(values, batch, row)
+        token = _pick(values[:kept], batch, row)
         token_ids[row] = token
         if extras is not None and extras.logprobs is not None:
-            logprobs[row] = _logprobs(logits[row], token, extras.logprobs)
+            logprobs[row] = _logprobs(logits[row, :kept], token, extras.logprobs)
     return SampledTokens(token_ids, logprobs if any(entry is not None for entry in logprobs) else None)
 
 

@@ -32,7 +32,8 @@ class RowExtras(NamedTuple):
 class SamplingBatch(NamedTuple):
     """Row l says how logits row l is sampled. L may be 0: a step may hold unfinished prompts only.
 
-    temperature 0 is greedy, top_k 0 is all. `extras` is None when no row has any, else L entries.
+    temperature 0 is greedy, top_k 0 is all. `extras` is None when no row has any, else L entries. Logits from
+    `num_tokens` on are padding of the model's vocabulary, never sampled nor counted; None: there is no padding.
     """
 
     temperature: np.ndarray  # float32 [L]
@@ -47,6 +48,7 @@ class SamplingBatch(NamedTuple):
     token_indices: np.ndarray  # int32 [L] how many tokens the completion has: the counter of its random numbers
     all_greedy: bool
     extras: tuple[RowExtras | None, ...] | None
+    num_tokens: int | None = None
 
     @staticmethod
     def greedy(rows: int) -> SamplingBatch:
@@ -57,7 +59,8 @@ class SamplingBatch(NamedTuple):
 class SamplingRows:
     """The sampling parameters of the running sequences, by batch row."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, num_tokens: int | None = None) -> None:
+        self._num_tokens = num_tokens
         self._temperature = np.zeros(num_rows, np.float32)
         self._top_k = np.zeros(num_rows, np.int32)
         self._top_p = np.ones(num_rows, np.float32)
@@ -97,6 +100,7 @@ class SamplingRows:
             np.zeros(len(rows), np.int32),
             not temperature.any(),
             None,
+            self._num_tokens,
         )
 
 

@@ -33,7 +33,7 @@ class StepBuilder:
         self._lengths = np.zeros(batch, np.int32)
         self._prompt_lengths = np.zeros(batch, np.int32)
         self._newest = np.zeros(batch, np.int32)
-        self._sampling = SamplingRows(batch)
+        self._sampling = SamplingRows(batch, limits.num_tokens)
         # The last step's sampled sequences, their rows and parameters: a steady batch reuses them.
         self._sampled: list[Sequence] = []
         self._sampled_rows = np.zeros(0, np.intp)

@@ -65,6 +65,11 @@ class Tokenizer:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """One more than the largest id that has a token. May be below or above the model's vocabulary."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_source is not None
 
