@@ -1,10 +1,11 @@
 // BlockLinear: y[M, N] = x[M, K]·Wᵀ + bias, W in blocks (block_weight.h), x quantized by blocks (activations.h).
 //
-// A tile of 8 output rows is computed for one or two input rows at a time. Each 32-bit lane of a byte vector belongs
-// to one output row, so products are summed inside their lane and no horizontal sum is ever needed. For that, 4 bytes
-// of x are wanted in all 8 lanes: a task first spreads a few rows of x like this into a buffer that stays in its cache,
-// which makes them plain memory operands. The order of the float additions does not depend on M: a token gives the
-// same result alone and in a batch.
+// A tile of 8 output rows is computed for 4 input rows at a time, then for what is left of them one by one. Each 32-bit
+// lane of a byte vector belongs to one output row, so products are summed inside their lane and no horizontal sum is
+// ever needed. For that, 4 bytes of x are wanted in all 8 lanes. Among 4 rows that share the unpacked weights they are
+// broadcast when needed; for a single row each task first spreads x into a buffer in its L1 cache, which makes them
+// plain memory operands. The order of the float additions is the same in both: a token gives the same result alone and
+// in a batch.
 #pragma once
 #include "activations.h"
 #include "block_weight.h"
@@ -14,7 +15,7 @@ class BlockLinear {
   static constexpr const char* kName = "BlockLinear";
   static constexpr ort::Input kInputs[] = {{ort::kFloat}, {ort::kUInt8}, {ort::kFloat, true}};
 
-  explicit BlockLinear(const ort::Attributes& attributes) : w_(attributes) {
+  explicit BlockLinear(const ort::Attributes& attributes, const char* prefix = "") : w_(attributes, prefix) {
     x_.columns = w_.columns;
     x_.block = w_.block;
     x_.blocks = w_.blocks;
@@ -41,46 +42,55 @@ class BlockLinear {
     else run<8, 4>(c, weight.data, bias.data, y, rows);
   }
 
- private:
-  static constexpr int64_t kWeightBytesATask = 64 << 10;  // enough work to pay for handing out a task, few enough to cache
-  static constexpr int64_t kSpreadBytes = 256 << 10;      // on the stack of a worker
+ protected:
+  static constexpr int64_t kBytesATask = 48 << 10;   // of weights: enough to pay for handing out a task
+  static constexpr int64_t kSpreadBytes = 256 << 10;  // on the stack of a worker: a row of K up to 16,384
+
+  // Tiles begin .. end - 1 for the input rows first .. last - 1, which are quantized already.
+  void part(const uint8_t* weight, const float* bias, int64_t begin, int64_t end, int64_t first, int64_t last, float* y) const {
+    if (w_.bits == 4 && w_.block == 32) part<4, 8>(weight, bias, begin, end, first, last, y);
+    else if (w_.bits == 4) part<4, 4>(weight, bias, begin, end, first, last, y);
+    else if (w_.block == 32) part<8, 8>(weight, bias, begin, end, first, last, y);
+    else part<8, 4>(weight, bias, begin, end, first, last, y);
+  }
+
+  template <int kBits, int kGroups>
+  void part(const uint8_t* weight, const float* bias, int64_t begin, int64_t end, int64_t first, int64_t last, float* y) const {
+    int64_t m = first;
+    for (; m + 4 <= last; m += 4) {
+      for (int64_t t = begin; t < end; ++t) {
+        tile<kBits, kGroups, 4, false>(weight + t * w_.tile_bytes, bias, t, m, x_.parts + m * x_.row_bytes(), y);
+      }
+    }
+    for (; m < last; ++m) single_row<kBits, kGroups>(weight, bias, begin, end, m, y);
+  }
 
   template <int kBits, int kGroups>
   void run(ort::Context& c, const uint8_t* weight, const float* bias, float* y, int64_t rows) const {
     const int64_t tiles = w_.tiles();
-    const int64_t share = w_.tile_bytes < kWeightBytesATask ? kWeightBytesATask / w_.tile_bytes : 1;
+    const int64_t share = w_.tile_bytes < kBytesATask ? kBytesATask / w_.tile_bytes : 1;
     const int64_t tasks = (tiles + share - 1) / share;
-    const int64_t fitting = kSpreadBytes / (8 * x_.row_bytes());
     c.parallel(tasks, [&](int64_t task) {
-      const int64_t begin = tiles * task / tasks, end = tiles * (task + 1) / tasks;
-      if (fitting == 0) {  // K is over 16,384: nothing is spread, every 4 bytes are repeated when they are used
-        for (int64_t m = 0; m < rows; ++m) {
-          for (int64_t t = begin; t < end; ++t) {
-            tile<kBits, kGroups, 1, false>(weight + t * w_.tile_bytes, bias, t, m, x_.parts + m * x_.row_bytes(), y);
-          }
-        }
-        return;
-      }
-      alignas(32) int8_t spread[kSpreadBytes];
-      for (int64_t first = 0; first < rows; first += fitting) {
-        const int64_t count = rows - first < fitting ? rows - first : fitting;
-        spread_rows(first, count, spread);
-        for (int64_t t = begin; t < end; ++t) {
-          const uint8_t* records = weight + t * w_.tile_bytes;
-          int64_t m = 0;
-          for (; m + 2 <= count; m += 2) {
-            tile<kBits, kGroups, 2, true>(records, bias, t, first + m, spread + m * 8 * x_.row_bytes(), y);
-          }
-          if (m < count) tile<kBits, kGroups, 1, true>(records, bias, t, first + m, spread + m * 8 * x_.row_bytes(), y);
-        }
-      }
+      part<kBits, kGroups>(weight, bias, tiles * task / tasks, tiles * (task + 1) / tasks, 0, rows, y);
     });
   }
 
-  void spread_rows(int64_t first, int64_t count, int8_t* spread) const {
-    const int8_t* parts = x_.parts + first * x_.row_bytes();
-    auto* out = reinterpret_cast<__m256i*>(spread);
-    for (int64_t i = 0; i < count * x_.row_bytes() / 4; ++i) _mm256_store_si256(out + i, repeat(parts + 4 * i));
+  template <int kBits, int kGroups>
+  void single_row(const uint8_t* weight, const float* bias, int64_t begin, int64_t end, int64_t m, float* y) const {
+    const int8_t* parts = x_.parts + m * x_.row_bytes();
+    if (8 * x_.row_bytes() > kSpreadBytes) {
+      for (int64_t t = begin; t < end; ++t) {
+        tile<kBits, kGroups, 1, false>(weight + t * w_.tile_bytes, bias, t, m, parts, y);
+      }
+      return;
+    }
+    alignas(32) int8_t spread[kSpreadBytes];
+    for (int64_t i = 0; i < x_.row_bytes(); i += 4) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(spread + 8 * i), repeat(parts + i));
+    }
+    for (int64_t t = begin; t < end; ++t) {
+      tile<kBits, kGroups, 1, true>(weight + t * w_.tile_bytes, bias, t, m, spread, y);
+    }
   }
 
   // Four bytes, repeated in all eight lanes.
@@ -101,7 +111,7 @@ class BlockLinear {
       const __m256 scale = load_scales(record, w_.wide);
       const auto* bytes = reinterpret_cast<const __m256i*>(record + w_.scale_bytes * (1 + w_.offset));
       __m256i dots[kRows];
-      dot<kBits, kGroups, kRows, kSpread>(bytes, x, 8 * x_.row_bytes(), dots);
+      dot<kBits, kGroups, kRows, kSpread>(bytes, x, x_.row_bytes(), dots);
       for (int i = 0; i < kRows; ++i) {
         const int64_t at = (m + i) * w_.blocks + b;
         __m256 dot = _mm256_cvtepi32_ps(dots[i]);
@@ -126,11 +136,11 @@ class BlockLinear {
 
   // dots[i] = for each of 8 output rows, 2^shift·Σ q·high + Σ q·low over one block, for input row i.
   template <int kBits, int kGroups, int kRows, bool kSpread>
-  static void dot(const __m256i* bytes, const int8_t* x, int64_t stride, __m256i* dots) {
+  static void dot(const __m256i* bytes, const int8_t* x, int64_t row_bytes, __m256i* dots) {
     const __m256i ones = _mm256_set1_epi16(1), high_weight = _mm256_set1_epi16(kBits == 4 ? 256 : 128);
     auto part = [&](int i, int g) {  // 4 bytes of input row i, in all lanes: groups 0 .. kGroups - 1 are the high parts
-      if constexpr (kSpread) return _mm256_load_si256(reinterpret_cast<const __m256i*>(x + i * stride) + g);
-      else return repeat(x + 4 * g);
+      if constexpr (kSpread) return _mm256_load_si256(reinterpret_cast<const __m256i*>(x) + g);
+      else return repeat(x + i * row_bytes + 4 * g);
     };
     if constexpr (kBits == 4) {
       const __m256i nibble = _mm256_set1_epi8(15);

@@ -17,14 +17,15 @@ struct BlockWeight {
   int64_t rows, columns, blocks, block, bits, zero, wide, offset;
   int64_t scale_bytes, record_bytes, tile_bytes;
 
-  explicit BlockWeight(const ort::Attributes& attributes)
-      : rows(attributes.integer("N")),
-        columns(attributes.integer("K")),
-        block(attributes.integer("block")),
-        bits(attributes.integer("bits")),
-        zero(attributes.integer("zero")),
-        wide(attributes.integer("wide")),
-        offset(attributes.integer("offset")) {
+  // prefix: of the attributes' names, for operators with several weights.
+  explicit BlockWeight(const ort::Attributes& attributes, const char* prefix = "")
+      : rows(attributes.integer(prefix, "N")),
+        columns(attributes.integer(prefix, "K")),
+        block(attributes.integer(prefix, "block")),
+        bits(attributes.integer(prefix, "bits")),
+        zero(attributes.integer(prefix, "zero")),
+        wide(attributes.integer(prefix, "wide")),
+        offset(attributes.integer(prefix, "offset")) {
     blocks = (columns + block - 1) / block;
     scale_bytes = wide ? 32 : 16;
     record_bytes = scale_bytes * (1 + offset) + block * bits;

@@ -67,6 +67,11 @@ class Attributes {
   Attributes(Api api, const KernelInfo* info, Status** error) : api_(api), info_(info), error_(error) {}
   int64_t integer(const char* name) const { return get<int64_t>(name); }
   float real(const char* name) const { return get<float>(name); }
+  int64_t integer(const char* prefix, const char* name) const {
+    char joined[32] = {};
+    strncat(strncat(joined, prefix, 15), name, 15);
+    return get<int64_t>(joined);
+  }
 
  private:
   template <typename T>
