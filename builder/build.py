@@ -54,6 +54,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
         program = load_program(
             config.model,
             dtype=getattr(torch, dtype),
+            max_seq_len=config.max_seq_len,
             progress=under("trace", progress),
             trust_remote_code=config.trust_remote_code,
         )

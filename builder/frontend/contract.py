@@ -9,11 +9,12 @@ from torch import fx
 from transformers import PretrainedConfig
 
 from llmbuild.builder.frontend import token_axis
+from llmbuild.builder.frontend.rope_policy import rope_dicts, rope_type
 from llmbuild.builder.ir import source_line
 from llmbuild.errors import UnsupportedError
 
 _ATTENTION = "llmbuild::paged_attention"
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _FOREIGN_KEYS = ("vision_config", "audio_config", "encoder_config")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -38,8 +39,8 @@ def check_config(config: PretrainedConfig) -> None:
         raise UnsupportedError(
             f"layer_types holds {kind!r}", where="config.json", hint=f"supported: {', '.join(_LAYER_TYPES)}"
         )
-    for where, rope in _rope_parameters(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
+    for where, rope in rope_dicts(config):
+        kind = rope_type(rope)
         if kind not in _ROPE_TYPES:
             raise UnsupportedError(
                 f"{where}.rope_type is {kind!r}", where="config.json", hint=f"supported: {', '.join(_ROPE_TYPES)}"
@@ -50,18 +51,6 @@ def _refused(config: PretrainedConfig, key: str, reason: str) -> UnsupportedErro
     value = getattr(config, key)
     shown = f" = {value!r}" if isinstance(value, bool | int | float | str) else ""
     return UnsupportedError(f"config key {key}{shown}: {reason}", where="config.json")
-
-
-def _rope_parameters(config: PretrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """All rope dicts of the config with their paths: one for the model, or one per layer type."""
-    found = []
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, key, None)
-        if not isinstance(rope, dict):
-            continue
-        nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
-        found += [(f"{key}.{name}", value) for name, value in nested.items()] if nested else [(key, rope)]
-    return found
 
 
 def _get(value: Any, key: str) -> Any:
@@ -83,7 +72,7 @@ def check_attention(graph: fx.Graph, config: PretrainedConfig) -> None:
         raise UnsupportedError(
             f"{len(nodes)} attention ops for {expected} layers ({detail})",
             where=f"model type {config.model_type!r}",
-            hint="every layer must attend once, through the attention interface of transformers",
+            hint="every layer must attend once: softmax(q·kᵀ)·v, through the attention interface or written out",
         )
     kinds = getattr(config, "layer_types", None)
     configured = getattr(config, "sliding_window", None)
@@ -132,7 +121,13 @@ def check_tokens_stay_apart(graph: fx.Graph) -> None:
             f"{len(problems)} op(s) besides attention mix tokens:\n" + "\n".join(lines),
             hint="recurrent and convolutional layers, and positions counted inside the model, are not supported",
         )
-    if not inputs["position_ids"].users:
+    if not inputs["position_ids"].users and not _has_alibi(graph):
         raise UnsupportedError(
             "the model does not use position_ids", hint="it derives positions itself, which packed tokens do not allow"
         )
+
+
+def _has_alibi(graph: fx.Graph) -> bool:
+    """Whether every attention op knows positions by its ALiBi slopes."""
+    slopes = [node.args[8] if len(node.args) > 8 else None for node in graph.nodes if is_attention(node)]
+    return bool(slopes) and None not in slopes

@@ -22,7 +22,8 @@ class FakeModel:
     """A model that can be traced.
 
     Attributes:
-        model: In eval mode, attention hooked, every name with a parameter of its own.
+        model: In eval mode, every name with a parameter of its own. Attention is hooked where the model's class uses
+            the interface of transformers, else its own (`own_attention` finds it in the graph).
         ties: Name -> name of the parameter it shares its value with, as config and class say.
         mode: The fake mode its tensors belong to.
     """
@@ -46,10 +47,12 @@ def build_fake_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remo
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation=attention_hook.NAME,
+            attn_implementation="eager",
             experts_implementation=experts_hook.NAME,
             trust_remote_code=trust_remote_code,
         ).eval()
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(attention_hook.NAME)
         ties = _untie(model)
     experts_hook.prepare(model)
     return FakeModel(model, ties, mode)
@@ -81,11 +84,6 @@ def foreign_code(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedError:
-    if isinstance(error, KeyError) and error.args == (attention_hook.NAME,):
-        return UnsupportedError(
-            f"model type {config.model_type!r} does not use the attention interface of transformers",
-            hint="it chooses its attention from a table of its own, which llmbuild does not intercept yet",
-        )
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return UnsupportedError(
         f"model type {config.model_type!r} cannot be traced: {type(error).__name__}: {reason.strip()[:300]}",

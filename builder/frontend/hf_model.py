@@ -82,3 +82,12 @@ def special_ids(config: PretrainedConfig, generation: dict[str, Any]) -> Special
 
     bos, eos, pad = ids("bos_token_id"), ids("eos_token_id"), ids("pad_token_id")
     return SpecialIds(bos[0] if bos else None, eos, pad[0] if pad else None)
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """The longest sequence that the model was made for, by whichever of their names for it the config uses."""
+    for key in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int):
+            return value
+    return None

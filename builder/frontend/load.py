@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from llmbuild.builder.frontend import hf_model, hf_tokenizer
+from llmbuild.builder.frontend import hf_model, hf_tokenizer, rope_policy
 from llmbuild.builder.frontend.bind import Binding, bind
 from llmbuild.builder.frontend.buffers import recompute_buffer
 from llmbuild.builder.frontend.contract import is_attention, window_of
@@ -24,13 +24,20 @@ Progress = Callable[[int, int, str], None]
 
 
 def load_program(
-    path: Path, *, dtype: torch.dtype, progress: Progress | None = None, trust_remote_code: bool = False
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    max_seq_len: int | None = None,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> Program:
     """Trace the model at `path` and bind its weights lazily.
 
     Args:
         path: Hugging Face model directory, or a .gguf file.
         dtype: Computation dtype. Stored weights are cast when they are loaded, and only if they differ.
+        max_seq_len: Longest sequence that the engine is for, where the model computes by it (`rope_policy`); None: what
+            is exact.
         progress: Called as progress(done, total, label) between the stages.
         trust_remote_code: Run Python code found in the model directory.
 
@@ -41,6 +48,7 @@ def load_program(
     report = progress or (lambda done, total, label: None)
     report(0, 4, "reading headers")
     source = open_source(path, trust_remote_code=trust_remote_code)
+    longest, choices = rope_policy.settle(source.config, max_seq_len)
     report(1, 4, "binding weights")
     fake = build_fake_model(source.config, dtype, trust_remote_code=trust_remote_code)
     binding = bind(fake.model, source.checkpoint, fake.ties)
@@ -51,10 +59,13 @@ def load_program(
     program = Program(
         graph=traced.graph,
         weights=weights,
-        info=_info(source, fake.model, traced),
+        info=_info(source, fake.model, traced, longest),
         kv_layers=_kv_layers(traced),
         tokenizer_files=source.tokenizer_files,
-        rewrites=[Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), list(binding.notices))],
+        rewrites=[
+            Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), list(binding.notices)),
+            Rewrite("attention ⇒ paged_attention", source.config.num_hidden_layers, [*choices, *traced.notices]),
+        ],
     )
     _merge_aliases(program, traced, binding)
     report(4, 4, "loaded")
@@ -106,13 +117,17 @@ def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
     program.drop_unused_weights()
 
 
-def _info(source: ModelSource, model: PreTrainedModel, traced: Trace) -> ModelInfo:
+def _info(source: ModelSource, model: PreTrainedModel, traced: Trace, longest: int | None) -> ModelInfo:
     config = source.config
     logits = traced.graph.output_node().args[0].meta["val"]
     ids = hf_model.special_ids(config, source.generation)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = longest or hf_model.longest_sequence(config)
     if limit is None:
-        raise ModelError("the config does not say max_position_embeddings", where=source.name)
+        raise ModelError(
+            "the config does not say how long a sequence may be",
+            where=source.name,
+            hint="add max_position_embeddings to config.json",
+        )
     return ModelInfo(
         name=source.name,
         architecture=type(model).__name__,

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from llmbuild.builder.frontend.contract import check_attention, check_tokens_stay_apart
+from llmbuild.builder.frontend.buffers import recompute_buffer
+from llmbuild.builder.frontend.contract import check_attention, check_tokens_stay_apart, is_attention
 from llmbuild.builder.frontend.fake_model import FakeModel, foreign_code
+from llmbuild.builder.frontend.hf_model import longest_sequence
+from llmbuild.builder.frontend.own_attention import capture, configured_windows
 from llmbuild.builder.frontend.plain_graph import plain_graph
+from llmbuild.builder.frontend.rope_policy import pinned
 from llmbuild.errors import UnsupportedError
 
 _EXAMPLE_TOKENS, _EXAMPLE_LOGITS = 11, 3  # any sizes that differ; both become symbols
@@ -30,11 +34,13 @@ class Trace:
         graph: Placeholders are INPUT_NAMES, then one per parameter or buffer that the graph reads.
         names: Placeholder name -> name in the model ("model.layers.0.mlp.up_proj.weight").
         literals: Placeholder name -> real tensor, for literals inside the model's code.
+        notices: Facts for the report.
     """
 
     graph: fx.Graph
     names: dict[str, str]
     literals: dict[str, Tensor]
+    notices: tuple[str, ...] = ()
 
 
 class _Packed(nn.Module):
@@ -74,7 +80,7 @@ def trace(fake: FakeModel) -> Trace:
     """
     sizes = (_EXAMPLE_TOKENS, _EXAMPLE_TOKENS, _EXAMPLE_LOGITS)
     config = fake.model.config
-    with foreign_code(config), torch.no_grad():
+    with foreign_code(config), pinned(fake.model), torch.no_grad():
         with fake.mode:
             example = tuple(torch.zeros(size, dtype=torch.int32) for size in sizes)
         dynamic = ({0: torch.export.Dim.AUTO},) * len(example)
@@ -82,9 +88,21 @@ def trace(fake: FakeModel) -> Trace:
         if any(_mutates(node) for node in exported.graph.nodes):
             exported = exported.run_decompositions({})  # functional form; keeps composite ops such as linear
     graph, names, literals = plain_graph(exported)
+    notices: list[str] = []
+    if not any(is_attention(node) for node in graph.nodes):
+        captured = capture(
+            graph,
+            lambda name: literals[name] if name in literals else recompute_buffer(fake.model, names[name]),
+            windows=configured_windows(config),
+            longest=longest_sequence(config) or 1 << 20,
+        )
+        left = {node.name for node in graph.nodes if node.op == "placeholder"}
+        names = {placeholder: name for placeholder, name in names.items() if placeholder in left}
+        literals = {name: value for name, value in literals.items() if name in left} | captured.slopes
+        notices = captured.notices
     check_attention(graph, config)
     check_tokens_stay_apart(graph)
-    return Trace(graph, names, literals)
+    return Trace(graph, names, literals, tuple(notices))
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -103,6 +103,8 @@ def simpler(node: fx.Node) -> fx.Node | None:
         return single_split(node)
     if is_call(node, aten.cat.default):
         return simpler_cat(node)
+    if is_call(node, aten.expand_as.default):
+        return simpler_expansion(node)
     source = arg(node, 0) if node.args else None
     if not isinstance(source, fx.Node) or not is_tensor(source):
         return None
@@ -137,6 +139,16 @@ def is_identity(node: fx.Node, source: fx.Node) -> bool:
     if node.target in PERMUTES:
         return permutation(node) == list(range(rank(node)))
     return False
+
+
+def simpler_expansion(node: fx.Node) -> fx.Node | None:
+    """f(expand_as(x, y), y) => f(x, y) for elementwise f, which expands x by itself."""
+    for user in node.users:
+        others = [item for item in user.all_input_nodes if item is not node and is_tensor(item)]
+        pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
+        if not pointwise or not any(size(item) == size(node) for item in others):
+            return None
+    return arg(node, 0)
 
 
 def simpler_reshape(node: fx.Node) -> fx.Node | None:

@@ -105,6 +105,8 @@ def same_first_size(node: fx.Node) -> list[fx.Node] | None:
 
 def batched(node: fx.Node) -> list[fx.Node] | None:
     a, b = arguments(node)[:2]
+    if node.target is aten.matmul.default and rank(b) == 2 and rank(a) > 1:
+        return [a]  # x @ w, w shared by all rows
     both = rank(a) == rank(b) and rank(a) > 2 and size(a)[0] == size(b)[0]
     return [a, b] if both else None
 
@@ -119,6 +121,22 @@ def indexed(node: fx.Node) -> list[fx.Node] | None:
 
 def looked_up(position: int) -> Rule:
     return lambda node: [arg(node, position)] if rank(arg(node, position)) > 0 else None
+
+
+def along_rows(*positions: int) -> Rule:
+    """Ops along an axis (argument 1) other than 0, whose tensor arguments at `positions` have the same rows."""
+
+    def rule(node: fx.Node) -> list[fx.Node] | None:
+        carriers = [arguments(node)[position] for position in positions]
+        same = all(rank(each) > 1 and size(each)[0] == size(node)[0] for each in carriers)
+        return carriers if same and axis(arguments(node)[1], rank(node)) != 0 else None
+
+    return rule
+
+
+def routed(node: fx.Node) -> list[fx.Node] | None:
+    """x, expert ids and scores carry rows, the experts are shared."""
+    return list(node.args[:3])  # type: ignore[arg-type]
 
 
 RULES: dict[Any, Rule] = {
@@ -147,6 +165,12 @@ RULES: dict[Any, Rule] = {
     aten.matmul.default: batched,
     aten.bmm.default: batched,
     aten.index.Tensor: indexed,
+    aten.max.dim: spares_axis_0(1),
+    aten.gather.default: along_rows(0, 2),
+    aten.scatter.value: along_rows(0, 2),
+    aten.scatter.src: along_rows(0, 2, 3),
+    llmbuild.moe_experts.default: routed,
+    llmbuild.moe_experts_blockwise.default: routed,
     llmbuild.rms_norm.default: first,
     llmbuild.add_rms_norm.default: two,
     llmbuild.rope.default: rotated,

@@ -189,14 +189,11 @@ def test_config_key_is_refused_by_name(family, values, message):
         ("mamba", {}, "'linear_attention'"),
         ("t5", {}, "is_encoder_decoder"),
         ("bert", {}, "attention is not causal"),
-        ("bloom", {}, r"0 attention ops for 2 layers \(layers without: \[0, 1\]\)"),
-        ("gpt_neo", dict(attention_types=[[["global"], 2]], num_layers=2), "does not use the attention interface"),
+        ("diffllama", {}, r"4 attention ops for 2 layers \(layers with several: \[0, 1\]\)"),
     ],
 )
 def test_other_kinds_of_models_are_refused_by_name(family, values, message):
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
-    if family == "gpt_neo":
-        sizes.pop("num_hidden_layers")
     config = AutoConfig.for_model(family, **{**sizes, **values})
     with pytest.raises(UnsupportedError, match=message):
         trace(build_fake_model(config, torch.float32))
