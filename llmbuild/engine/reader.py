@@ -50,7 +50,8 @@ def open_engine(path: Path | str, *, full_check: bool = False, requirements: boo
 
     Args:
         path: The directory that `llmbuild convert` wrote.
-        full_check: Compare every SHA-256 too. Default: manifest checksum, presence, kind and size of files.
+        full_check: Compare every SHA-256. Default: manifest checksum, presence, kind and size of files, and the
+            SHA-256 of what is executed (plan/).
         requirements: Check the installed packages against the engine's version ranges.
 
     Raises:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from llmbuild import LLM, BuildConfig, SamplingParams, build
 from support.staggered import generate, logits_after, serve
+
+pytestmark = pytest.mark.timeout(1200)  # transformers takes 60 ms a token here
 
 MAX_TOKENS = 64
 PROMPTS = (

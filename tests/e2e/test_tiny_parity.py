@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from llmbuild import BuildConfig, build
 from support.staggered import generate, logits_after, serve
 from support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model

@@ -102,6 +102,15 @@ def test_flipped_byte_in_each_file_is_found_and_named(engine, name):
         assert name in refusal(engine, full_check=True)
 
 
+def test_what_is_executed_is_hashed_at_every_load(engine):
+    plan, weights = engine / "plan/model.onnx", engine / "weights/model.safetensors"
+    for path in (weights, plan):
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        if path is weights:
+            open_engine(engine, requirements=False)  # gigabytes: left to `verify`
+    assert "plan/model.onnx: content changed: sha256" in refusal(engine)
+
+
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_missing_file_is_named_at_load(engine, name):
     (engine / name).unlink()

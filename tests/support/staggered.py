@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from llmbuild.runtime.core import EngineCore
 from llmbuild.runtime.executor import Executor, StepInput
 from llmbuild.runtime.loading import load_engine
