@@ -197,7 +197,7 @@ class Stack:
         for place, part in enumerate(self.parts):
             blocks = first if place == 0 else part.load_blocks()
             for target, piece in zip(whole, (blocks.q, blocks.scale, blocks.offset), strict=True):
-                if target is not None:
+                if target is not None and piece is not None:
                     target[place * rows : (place + 1) * rows] = piece
         q, scale, offset = whole
         assert q is not None and scale is not None

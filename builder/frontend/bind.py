@@ -73,7 +73,8 @@ class Converted:
     def load(self) -> Tensor:
         converter = deepcopy(self.converter)
         for pattern, key, expr in self.parts:
-            converter.add_tensor(self.first, key, pattern, expr.load())
+            loaded: Any = expr.load()  # it is annotated as a future of a tensor, and takes either
+            converter.add_tensor(self.first, key, pattern, loaded)
         results = converter.convert(self.first, model=self.model, config=self.model.config)
         value: Any = results[self.name]
         value = (value[0] if isinstance(value, list) else value).contiguous()

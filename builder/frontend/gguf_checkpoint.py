@@ -91,7 +91,7 @@ class GGUFCheckpoint:
     def __init__(self, gguf: GGUFFile, heads: tuple[int, int]) -> None:
         interleaved = find_architecture(gguf.require("general.architecture")).interleaved
         by_projection = {"q_proj": heads[0], "k_proj": heads[1]} if interleaved else {}
-        self.files = (gguf.path,)
+        self.files: tuple[Path, ...] = (gguf.path,)
         self.notices: tuple[str, ...] = ()
         self._tensors: dict[str, GGUFTensor] = {}
         self.rope_factors: GGUFTensor | None = None

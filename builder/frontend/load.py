@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -119,7 +120,8 @@ def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
 
 def _info(source: ModelSource, model: PreTrainedModel, traced: Trace, longest: int | None) -> ModelInfo:
     config = source.config
-    logits = traced.graph.output_node().args[0].meta["val"]
+    output: Any = traced.graph.output_node().args[0]
+    logits = output.meta["val"]
     ids = hf_model.special_ids(config, source.generation)
     limit = longest or hf_model.longest_sequence(config)
     if limit is None:
