@@ -20,6 +20,7 @@ from llmbuild.builder.passes.merge_linears import merge_linears
 from llmbuild.builder.passes.quantize_weights import choose_formats, use_blocks
 from llmbuild.builder.passes.rms_norm import rms_norm
 from llmbuild.builder.passes.rope import rope
+from llmbuild.builder.passes.stack_experts import stack_experts
 from llmbuild.builder.verify import Verifier
 from llmbuild.quantization.recipes import Recipe
 
@@ -35,6 +36,7 @@ def phases(recipe: Recipe) -> list[tuple[str, Pass]]:
         ("drop_batch_axis", drop_batch_axis),
         ("cleanup_tokens", cleanup),
         ("canonical_linear", canonical_linear),
+        ("stack_experts", stack_experts),
         ("fold_weights", fold_weights),
         ("cse_weights", cse),
         # Canonical ops. Norms before their sums, activations before their gates.

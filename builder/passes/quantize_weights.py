@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from llmbuild.builder.ir import BlockPart, Program, Rewrite
+from llmbuild.builder.ir import BlockPart, Program, Rewrite, Stack, WeightExpr
 from llmbuild.builder.passes.edit import arg, arguments, call, describe, dtype, is_call, replace
 from llmbuild.builder.passes.fold_weights import new_weight
+from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.expressions import Dequantized, Quantized
 from llmbuild.quantization.recipes import KeepStored, Plain, Recipe, Scheme, WeightOnly
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
+LINEARS = (aten.linear.default, llmbuild.linear_blockwise.default)
 
 
 def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
@@ -37,10 +39,10 @@ def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
             where="--quant",
             hint="use int8-wo or int4-wo to quantize, or none",
         )
-    head = lm_head(program)
+    head, routers = lm_head(program), router_weights(program)
     reasons: dict[str, list[str]] = {}  # reason -> weights it holds for
     for node in [node for node in program.graph.nodes if program.weight_of(node) is not None]:
-        reason = choose(program, node, recipe, head)
+        reason = choose(program, node, recipe, head, routers)
         if reason is not None:
             reasons.setdefault(reason, []).append(node.name)
         log.count += program.weights[node.name].block_format is not None
@@ -50,12 +52,14 @@ def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
     return log
 
 
-def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None) -> str | None:
+def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None, routers: set[fx.Node]) -> str | None:
     """Apply the recipe to one weight; return why the weight was left plain although it is a matrix, or None."""
     expr = program.weights[node.name]
-    role, reason = role_of(node, head)
+    role, reason = role_of(program, node, head)
+    if node in routers:
+        role, reason = None, "chooses experts, which rounding would change"
     scheme: Scheme = Plain() if role is None else getattr(recipe, role)
-    for tensor in sorted(expr.sources()):
+    for tensor in sorted(together(program, node)):
         pattern = recipe.excludes(tensor)
         if pattern is not None:
             scheme, reason = Plain(), f"{tensor} is excluded by {pattern!r}"
@@ -63,7 +67,7 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
     if isinstance(scheme, WeightOnly) and stored is not None and stored.bits <= scheme.bits:
         return f"kept in {stored.bits} bits as stored ({stored.source}); rounding again to {scheme.bits} gains nothing"
     if isinstance(scheme, WeightOnly):
-        program.weights[node.name] = Quantized(expr, scheme)
+        program.weights[node.name] = quantized(expr, scheme)
         return None
     if isinstance(scheme, Plain) and stored is not None:
         program.weights[node.name] = Dequantized(expr)
@@ -73,11 +77,58 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
     return None
 
 
-def role_of(node: fx.Node, head: fx.Node | None) -> tuple[str | None, str | None]:
+def quantized(expr: WeightExpr, scheme: WeightOnly) -> WeightExpr:
+    """Return `expr` in blocks; a stack of experts expert by expert, so that only one is ever held unrounded."""
+    if isinstance(expr, Stack):
+        return Stack(tuple(Quantized(part, scheme) for part in expr.parts))
+    return Quantized(expr, scheme)
+
+
+def expert_stacks(program: Program, node: fx.Node) -> list[Stack]:
+    """Return both weights of a mixture's node as stacks of experts; none if they were not stacked."""
+    found = [program.weight_of(arg(node, place)) for place in (UP, DOWN)]
+    stacks = [expr for expr in found if isinstance(expr, Stack)]
+    return stacks if len(stacks) == len(found) else []
+
+
+def together(program: Program, node: fx.Node) -> frozenset[str]:
+    """Return the checkpoint tensors that share this weight's fate: both weights of experts are in blocks, or none."""
+    found = program.weights[node.name].sources()
+    for user in node.users:
+        if is_call(user, llmbuild.moe_experts.default):
+            found = found.union(*(stack.sources() for stack in expert_stacks(program, user)))
+    return found
+
+
+def router_weights(program: Program) -> set[fx.Node]:
+    """Return the weights of the linears nearest above the ids and scores of experts."""
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    pending = [
+        routed
+        for node in program.graph.nodes
+        if is_call(node, llmbuild.moe_experts.default)
+        for routed in (arg(node, 1), arg(node, 2))
+    ]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_call(node, *LINEARS):
+            found.add(arg(node, 1))
+        else:
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def role_of(program: Program, node: fx.Node, head: fx.Node | None) -> tuple[str | None, str | None]:
     """Return the recipe's field for a weight ("linear", "lm_head", "embedding"), or None and why it has none."""
     embedded = False
     for user in node.users:
         if is_call(user, aten.linear.default) and arg(user, 1) is node and arg(user, 0) is not node:
+            continue
+        if is_call(user, llmbuild.moe_experts.default) and expert_stacks(program, user):
             continue
         if is_call(user, aten.embedding.default) and arg(user, 0) is node:
             embedded = True
@@ -97,8 +148,8 @@ def lm_head(program: Program) -> fx.Node | None:
 
 
 def use_blocks(program: Program) -> Rewrite:
-    """`linear(x, W, b) => linear_blockwise(x, q, scale, offset, b)`, and the same for embeddings."""
-    log = Rewrite("use_blocks", 0)
+    """`linear(x, W, b) => linear_blockwise(x, q, scale, offset, b)`, and the same for embeddings and experts."""
+    log = Rewrite("use_blocks", use_expert_blocks(program))
     for node in [node for node in program.graph.nodes if program.weight_of(node) is not None]:
         form = program.weights[node.name].block_format
         if form is None or not node.users:
@@ -117,6 +168,26 @@ def use_blocks(program: Program) -> Rewrite:
             log.count += 1
     program.drop_unused_weights()
     return log
+
+
+def use_expert_blocks(program: Program) -> int:
+    """`moe_experts(x, ids, scores, U, D, ..) => moe_experts_blockwise(x, ids, scores, u, d, ..)`, u and d in blocks."""
+    count = 0
+    for node in [node for node in program.graph.nodes if is_call(node, llmbuild.moe_experts.default)]:
+        weights = [arg(node, place) for place in (UP, DOWN)]
+        forms = [program.weights[weight.name].block_format for weight in weights]
+        if None in forms:
+            continue
+        operands: list[Any] = []
+        for weight, form in zip(weights, forms, strict=True):
+            assert form is not None
+            experts = program.weights[weight.name].shape[0]
+            operands += block_operands(program, weight)
+            operands.append([experts, form.bits, form.block_size, form.zero])
+        rest = arguments(node)[DOWN + 1 :]
+        replace(node, call(node, llmbuild.moe_experts_blockwise.default, *node.args[:UP], *operands, *rest))
+        count += 1
+    return count
 
 
 def block_operands(program: Program, node: fx.Node) -> list[fx.Node | None]:

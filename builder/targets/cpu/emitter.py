@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,32 @@ class Emitter:
             self._shared[key] = make()
             self.scope = scope
         return self._shared[key]
+
+    def loop(self, times: str, initial: str, dtype: int, body: Callable[[str, str], str]) -> str:
+        """Append a Loop: total = body(turn, total), `times` times. Returns the last total.
+
+        Args:
+            times: int64 scalar.
+            initial: The first total; the others have its shape.
+            dtype: Element type of the total.
+            body: Appends a turn's operators; may use any value that exists already. Turns count from 0.
+        """
+        turn, going, total = (self._unique(f"{self.scope}.{name}") for name in ("turn", "going", "total"))
+        outer, self._nodes = self._nodes, []
+        result = body(turn, total)
+        still = self.op("Identity", going)
+        inputs = [
+            helper.make_tensor_value_info(turn, TensorProto.INT64, []),
+            helper.make_tensor_value_info(going, TensorProto.BOOL, []),
+            helper.make_tensor_value_info(total, dtype, None),
+        ]
+        outputs = [
+            helper.make_tensor_value_info(still, TensorProto.BOOL, []),
+            helper.make_tensor_value_info(result, dtype, None),
+        ]
+        graph = helper.make_graph(self._nodes, f"{self.scope}.body", inputs, outputs)
+        self._nodes = outer
+        return self.op("Loop", times, "", initial, body=graph)
 
     # ------------------------------------------------------------------------------------------------ constants
     def constant(self, value: Any, dtype: Any = None) -> str:

@@ -12,10 +12,12 @@ from llmbuild.builder.targets.cpu.lower import (
     attention_dense,
     attention_paged,
     embedding,
+    experts,
     linear,
     norms,
     pointwise,
     rope,
+    router,
     shapes,
 )
 from llmbuild.builder.targets.cpu.lower.rule import Rule, known_dtype
@@ -28,6 +30,8 @@ COMMON: dict[Any, Rule] = {
     **linear.RULES,
     **embedding.RULES,
     **rope.RULES,
+    **router.RULES,
+    **experts.RULES,
 }
 ATTENTION = torch.ops.llmbuild.paged_attention.default
 

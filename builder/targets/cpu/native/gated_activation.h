@@ -1,13 +1,12 @@
 // GatedActivation: [.., gate | up] -> activation(gate) · up, where gate and up are the two halves of one merged linear.
 #pragma once
+#include "activation.h"
 #include "op.h"
-#include "simd.h"
 
 class GatedActivation {
  public:
   static constexpr const char* kName = "GatedActivation";
   static constexpr ort::Input kInputs[] = {{ort::kFloat}};
-  enum Kind : int64_t { kSilu = 0, kGeluTanh = 1 };
 
   explicit GatedActivation(const ort::Attributes& attributes) : kind_(attributes.integer("activation")) {}
 
@@ -28,14 +27,8 @@ class GatedActivation {
   void row(const float* gate, float* y, int64_t width) const {
     const float* up = gate + width;
     int64_t i = 0;
-    for (; i + 8 <= width; i += 8) store8(y + i, activate(load8(gate + i)) * load8(up + i));
-    for (; i < width; ++i) y[i] = activate(splat8(gate[i]))[0] * up[i];
-  }
-
-  v8 activate(v8 x) const {
-    // gelu_tanh is x·(1 + tanh u) / 2, which is x·sigmoid(2u): no cancellation for negative x.
-    const v8 slope = splat8(1.5957691216f) * (x + splat8(0.044715f) * x * x * x);
-    return x / (splat8(1.0f) + exp8(kind_ == kSilu ? -x : -slope));
+    for (; i + 8 <= width; i += 8) store8(y + i, activate8(kind_, load8(gate + i)) * load8(up + i));
+    for (; i < width; ++i) y[i] = activate8(kind_, splat8(gate[i]))[0] * up[i];
   }
 
   int64_t kind_;

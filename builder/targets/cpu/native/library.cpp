@@ -2,6 +2,7 @@
 #include "block_embedding.h"
 #include "block_linear.h"
 #include "gated_activation.h"
+#include "moe_experts.h"
 #include "op.h"
 #include "paged_attention.h"
 
@@ -10,7 +11,10 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   static ort::Op<BlockEmbedding> block_embedding;
   static ort::Op<GatedActivation> gated_activation;
   static ort::Op<PagedAttention> paged_attention;
-  const ort::CustomOp* ops[] = {&block_linear, &block_embedding, &gated_activation, &paged_attention};
+  static ort::Op<MoeExperts> moe_experts;
+  static ort::Op<BlockMoeExperts> block_moe_experts;
+  const ort::CustomOp* ops[] = {&block_linear,    &block_embedding, &gated_activation,
+                                &paged_attention, &moe_experts,     &block_moe_experts};
 
   const void* const* table = base->get_api(ort::kApiVersion);
   if (table == nullptr) return nullptr;  // older than any version the engine's manifest allows
