@@ -52,9 +52,10 @@ def masked_fill(e: Emitter, node: fx.Node) -> str:
 
 def filled_like(e: Emitter, node: fx.Node) -> str:
     """zeros_like, ones_like and full_like. Multiplying with 0 would keep NaN, so the shape is read instead."""
-    value = {aten.zeros_like.default: 0, aten.ones_like.default: 1}.get(node.target)
-    if value is None:
+    if node.target is aten.full_like.default:
         value = arguments(node)[1]
+    else:
+        value = int(node.target is aten.ones_like.default)
     fill = np.full(1, value, torch.zeros((), dtype=dtype(node)).numpy().dtype)
     return e.op("ConstantOfShape", e.op("Shape", e.tensor(node.args[0])), value=e.attribute_tensor(fill))
 
