@@ -10,6 +10,7 @@ from llmbuild.builder.passes.activation import activation
 from llmbuild.builder.passes.add_rms_norm import add_rms_norm
 from llmbuild.builder.passes.canonical_linear import canonical_linear
 from llmbuild.builder.passes.cleanup import cleanup
+from llmbuild.builder.passes.complex_rope import complex_rope
 from llmbuild.builder.passes.cse import cse
 from llmbuild.builder.passes.drop_batch_axis import drop_batch_axis
 from llmbuild.builder.passes.fold_weights import fold_weights
@@ -31,6 +32,7 @@ def phases(recipe: Recipe) -> list[tuple[str, Pass]]:
     """The passes in the order in which they run."""
     return [
         # One spelling, no batch axis, no computation on weights.
+        ("complex_rope", complex_rope),
         ("cleanup", cleanup),
         ("cse", cse),
         ("drop_batch_axis", drop_batch_axis),

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from llmbuild.builder.frontend import hf_model, hf_tokenizer, rope_policy
 from llmbuild.builder.frontend.bind import Binding, bind
 from llmbuild.builder.frontend.buffers import recompute_buffer
+from llmbuild.builder.frontend.checkpoint import Checkpoint
 from llmbuild.builder.frontend.contract import is_attention, window_of
 from llmbuild.builder.frontend.fake_model import build_fake_model
+from llmbuild.builder.frontend.no_checkpoint import NoCheckpoint, promised
 from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
 from llmbuild.builder.frontend.source import ModelSource
 from llmbuild.builder.frontend.source_files import hash_files
@@ -31,6 +33,7 @@ def load_program(
     max_seq_len: int | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    dry: bool = False,
 ) -> Program:
     """Trace the model at `path` and bind its weights lazily.
 
@@ -41,6 +44,7 @@ def load_program(
             is exact.
         progress: Called as progress(done, total, label) between the stages.
         trust_remote_code: Run Python code found in the model directory.
+        dry: Read headers only and hash nothing; a directory with nothing but config.json will do.
 
     Raises:
         ModelError: the input is incomplete or contradicts itself.
@@ -48,11 +52,14 @@ def load_program(
     """
     report = progress or (lambda done, total, label: None)
     report(0, 4, "reading headers")
-    source = open_source(path, trust_remote_code=trust_remote_code)
+    source = open_source(path, trust_remote_code=trust_remote_code, dry=dry)
     longest, choices = rope_policy.settle(source.config, max_seq_len)
     report(1, 4, "binding weights")
     fake = build_fake_model(source.config, dtype, trust_remote_code=trust_remote_code)
-    binding = bind(fake.model, source.checkpoint, fake.ties)
+    if isinstance(source.checkpoint, NoCheckpoint):
+        binding = promised(fake.model, fake.ties)
+    else:
+        binding = bind(fake.model, source.checkpoint, fake.ties)
     report(2, 4, "tracing")
     traced = trace(fake)
     weights = _weights(fake.model, traced, binding, source)
@@ -60,7 +67,7 @@ def load_program(
     program = Program(
         graph=traced.graph,
         weights=weights,
-        info=_info(source, fake.model, traced, longest),
+        info=_info(source, fake.model, traced, longest, () if dry else hash_files(source.files)),
         kv_layers=_kv_layers(traced),
         tokenizer_files=source.tokenizer_files,
         rewrites=[
@@ -73,14 +80,15 @@ def load_program(
     return program
 
 
-def open_source(path: Path, *, trust_remote_code: bool = False) -> ModelSource:
+def open_source(path: Path, *, trust_remote_code: bool = False, dry: bool = False) -> ModelSource:
     """Read everything at `path` except the weights' data. Raises as `load_program`."""
     if path.suffix == ".gguf":
         from llmbuild.builder.frontend.gguf_source import open_gguf  # needs the gguf package
 
         return open_gguf(path)
     config = hf_model.load_config(path, trust_remote_code=trust_remote_code)
-    checkpoint = SafetensorsCheckpoint(path)
+    alone = dry and not any(path.glob("*.safetensors*")) and not any(path.glob("*.bin"))
+    checkpoint: Checkpoint = NoCheckpoint() if alone else SafetensorsCheckpoint(path)
     named = [path / name for name in (hf_model.CONFIG, hf_model.GENERATION_CONFIG, *hf_tokenizer.FILES)]
     small = [file for file in named if file.is_file()] + (sorted(path.glob("*.py")) if trust_remote_code else [])
     return ModelSource(
@@ -118,7 +126,13 @@ def _merge_aliases(program: Program, traced: Trace, binding: Binding) -> None:
     program.drop_unused_weights()
 
 
-def _info(source: ModelSource, model: PreTrainedModel, traced: Trace, longest: int | None) -> ModelInfo:
+def _info(
+    source: ModelSource,
+    model: PreTrainedModel,
+    traced: Trace,
+    longest: int | None,
+    hashes: tuple[tuple[str, int, str], ...],
+) -> ModelInfo:
     config = source.config
     output: Any = traced.graph.output_node().args[0]
     logits = output.meta["val"]
@@ -141,7 +155,7 @@ def _info(source: ModelSource, model: PreTrainedModel, traced: Trace, longest: i
         eos_token_ids=ids.eos,
         pad_token_id=ids.pad,
         source_kind=source.checkpoint.kind,
-        source_files=hash_files(source.files),
+        source_files=hashes,
     )
 
 

@@ -2,6 +2,7 @@
 
     half         x * C + cat(-x[h:], x[:h]) * S          with C = cat(cos, cos), S = cat(sin, sin)
     interleaved  x * C + stack(-x[1::2], x[0::2]) * S    with C = repeat_interleave(cos, 2)
+    backwards    x * C + cat(x[h:], -x[:h]) * S          which is the half form with -S
     half-width   cat or stack(a*cos - b*sin, b*cos + a*sin)   with a, b the halves, or the even and odd channels
     partial      cat(rope(x[:R]), x[R:])                 any of the above on the first R channels
 
@@ -54,9 +55,11 @@ def interleave(*parts: Any) -> Call:
 X, COS, SIN = Value("x"), Value("cos"), Value("sin")
 LOW, HIGH = Channels("x", "low"), Channels("x", "high")
 TURNED = OneOf((cat_last(neg(HIGH), LOW), interleave(neg(HIGH), LOW)))
+TURNED_BACK = cat_last(HIGH, neg(LOW))
 FULL_WIDTH = add(mul(X, COS), mul(TURNED, SIN))
+BACKWARDS = add(mul(X, COS), mul(TURNED_BACK, Value("back")))
 PAIR = (sub(mul(LOW, COS), mul(HIGH, SIN)), add(mul(HIGH, COS), mul(LOW, SIN)))
-ROTATION = OneOf((FULL_WIDTH, cat_last(*PAIR), interleave(*PAIR)))
+ROTATION = OneOf((FULL_WIDTH, BACKWARDS, cat_last(*PAIR), interleave(*PAIR)))
 PATTERN = OneOf((cat_last(ROTATION, Channels("all", "rest")), ROTATION))
 
 
@@ -75,6 +78,8 @@ def rope(program: Program) -> Rewrite:
 def build(root: fx.Node, found: Bindings, tables: HalfWidth) -> fx.Node:
     interleaved = is_interleaved(found)
     x = value_of_dtype(rotated_value(found), dtype(root))
+    if "back" in found:
+        found = {**found, "sin": found["back"]}
     if rank(x) < 3 or size(x) != size(root):
         raise Declined(f"{describe(x)} is not [..., heads, channels]")
     head_axis = shared_axis(found["cos"], rank(x))
@@ -82,6 +87,8 @@ def build(root: fx.Node, found: Bindings, tables: HalfWidth) -> fx.Node:
     if shared_axis(found["sin"], rank(x)) != head_axis:
         raise Declined(f"cos and sin are broadcast differently: {describe(found['cos'])}, {describe(found['sin'])}")
     cos, sin = (drop_axis(root, table, head_axis) for table in (cos, sin))
+    if "back" in found:
+        sin = call(root, aten.neg.default, sin)
     if head_axis == -2:
         return call(root, torch.ops.llmbuild.rope.default, x, cos, sin, interleaved)
     swap = (rank(x) - 3, rank(x) - 2)

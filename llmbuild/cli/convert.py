@@ -17,17 +17,20 @@ from llmbuild.cli.console import (
     terminate_cleanly,
 )
 from llmbuild.cli.errors import reporting
+from llmbuild.errors import ConfigError
 from llmbuild.units import human_size
 
 if TYPE_CHECKING:
-    from llmbuild.builder.build import BuildReport
+    from llmbuild.builder.build import BuildConfig, BuildReport
 
 BARS = {"trace": "tracing", "weights": "weights", "write": "writing"}
 
 
 def convert(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model directory, or a .gguf file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="ENGINE", help="Engine directory to write.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="ENGINE", help="Engine directory to write.")
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="cpu|cuda|tensorrt|tensorrt-rtx", help="What runs the engine. This version has cpu."),
@@ -54,6 +57,10 @@ def convert(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Trace, fuse and check only; reads no weights. MODEL may be config.json alone."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
     ] = False,
@@ -62,9 +69,11 @@ def convert(
     with reporting(as_json=as_json), terminate_cleanly():
         from llmbuild.builder.build import BuildConfig, build
 
+        if output is None and not dry_run:
+            raise ConfigError("no engine directory is given", where="--output", hint="llmbuild convert MODEL -o ENGINE")
         config = BuildConfig(
             model=model,
-            output=output,
+            output=output or Path("engine"),
             target=target,
             dtype=dtype,
             quant=quant,
@@ -74,12 +83,39 @@ def convert(
             force=force,
             trust_remote_code=trust_remote_code,
         )
+        if dry_run:
+            _dry_run(config, as_json=as_json)
+            return
         with stdout_kept_clean(), progress_bars(BARS, enabled=not as_json) as progress:
             report = build(config, progress=progress)
         if as_json:
             print_json(report.to_dict())
         else:
             _show(report)
+
+
+def _dry_run(config: BuildConfig, *, as_json: bool) -> None:
+    from llmbuild.builder.dry_run import dry_run
+
+    with stdout_kept_clean():
+        found = dry_run(config)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    for note in found.notes:
+        print(f"chosen: {note}", file=sys.stderr)
+    print_passes(found.passes)
+    rows = [
+        ("architecture", found.architecture),
+        ("parameters", f"{found.parameters:,}"),
+        ("KV cache", f"{human_size(found.kv_bytes)} a token"),
+        ("graph", f"{found.nodes[0]} nodes traced, {found.nodes[1]} after the passes"),
+        ("checkpoint", "names and shapes fit" if found.weights_checked else "not here, so not checked"),
+        ("converts", "no" if found.unsupported else "yes"),
+    ]
+    print_table("Dry run", ("fact", "value"), rows)
+    for line in found.unsupported:
+        print(f"cannot be lowered: {line}")
 
 
 def _show(report: BuildReport) -> None:

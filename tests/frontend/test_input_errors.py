@@ -150,15 +150,7 @@ def test_recomputed_buffers_in_old_checkpoints_are_ignored_with_a_notice(directo
 
 # ---------------------------------------------------------------------------------------------------- config
 CONFIGS = [
-    ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "rope_type is 'dynamic'"),
-    (
-        "phi3",
-        dict(
-            rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8),
-            original_max_position_embeddings=256,
-        ),
-        "rope_type is 'longrope'",
-    ),
+    ("llama", dict(rope_parameters=dict(rope_type="spiral", rope_theta=1e4, factor=2.0)), "rope_type is 'spiral'"),
     ("llama", dict(quantization_config={"quant_method": "gptq", "bits": 4}), r"already quantized .*'gptq'"),
     ("llama", dict(is_encoder_decoder=True), "is_encoder_decoder = True: only decoder-only"),
     ("llama", dict(vision_config={"hidden_size": 8}), "vision_config: only text models"),

@@ -34,6 +34,13 @@ _BASE: dict[str, Any] = dict(
     eos_token_id=EOS,
     pad_token_id=PAD,
 )
+_WINDOWED: dict[str, Any] = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+_LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16
+)
+# For configs that have no such keys, or call them otherwise.
+_ONE_WIDTH: dict[str, Any] = dict(intermediate_size=None, num_key_value_heads=None)
+_OWN_NAMES: dict[str, Any] = dict(hidden_size=None, num_attention_heads=None, num_hidden_layers=None, **_ONE_WIDTH)
 # What a family needs besides _BASE. None drops a key that the family's config derives itself.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -88,12 +95,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "vaultgemma": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16),
     "ministral3": dict(head_dim=16),
+    # Attention written out in the model's own code, ALiBi among it.
+    "falcon": dict(alibi=False, multi_query=True, **_ONE_WIDTH),
+    "bloom": dict(seq_length=512, **_ONE_WIDTH),
+    "mpt": dict(d_model=64, n_heads=4, n_layers=2, max_seq_len=512, **_OWN_NAMES, max_position_embeddings=None),
+    "gpt_neo": {
+        **_OWN_NAMES,
+        **dict(hidden_size=64, num_layers=2, num_heads=4, window_size=6, attention_types=[[["global", "local"], 1]]),
+    },
+    "xglm": dict(d_model=64, attention_heads=4, num_layers=2, ffn_dim=96, **_OWN_NAMES),
+    "openai-gpt": _ONE_WIDTH,
+    "gpt_neox_japanese": dict(num_key_value_heads=None),
+    # The rest of the dense families.
+    "ctrl": dict(dff=96, **_ONE_WIDTH),
+    "jais2": {},
+    "ministral": dict(head_dim=16, **_WINDOWED),
+    "glm": dict(head_dim=16),
+    "exaone": {},
+    "internlm3": dict(head_dim=16),
+    "hyperclovax": {},
+    "iquestcoder": {},
+    "cwm": dict(head_dim=16, **_WINDOWED),
+    "granite_swa": _WINDOWED,
+    "nanochat": {},
+    "bitnet": {},
+    "youtu": _LATENT,
+    "gemma4_text": dict(
+        head_dim=16,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=0,
+        **_WINDOWED,
+    ),
 }
 
 _EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=40)
-_LATENT: dict[str, Any] = dict(
-    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16
-)
 # Mixtures of experts: 5 to 8 experts, 2 or 3 a token.
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=5, num_experts_per_tok=2),
@@ -138,6 +175,14 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "hunyuan_v1_moe": dict(num_experts=5, moe_topk=2, head_dim=16),
     "minimax_m2": dict(num_local_experts=6, num_experts_per_tok=2, head_dim=16),
+    "granitemoeshared": dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48),
+    "granitemoe_swa": dict(num_local_experts=5, num_experts_per_tok=2, **_WINDOWED),
+    "solar_open": dict(
+        _EXPERTS, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, head_dim=16
+    ),
+    "glm4_moe_lite": dict(
+        _EXPERTS, **_LATENT, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2
+    ),
 }
 
 
