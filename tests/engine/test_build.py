@@ -51,7 +51,9 @@ class Seams:
         self.options: CompileOptions | None = None
         self.recipe: Any = None
 
-    def load_program(self, path: Path, *, dtype: Any, progress: Any, trust_remote_code: bool) -> Program:
+    def load_program(
+        self, path: Path, *, dtype: Any, max_seq_len: int | None, progress: Any, trust_remote_code: bool
+    ) -> Program:
         self._call("load")
         progress(1, 1, "tracing")
         graph = fx.Graph()
@@ -297,7 +299,9 @@ def test_least_size_counts_blocks_at_their_width(seams):
     class Stored(Constant):
         block_format = BlockFormat(bits=4, block_size=32, zero=8, has_offset=False, source="Q4_0")
 
-    program = seams.load_program(Path(), dtype=torch.float32, progress=lambda *step: None, trust_remote_code=False)
+    program = seams.load_program(
+        Path(), dtype=torch.float32, max_seq_len=None, progress=lambda *step: None, trust_remote_code=False
+    )
     assert least_weight_bytes(program) == 8 * 4 * 4
     weight = Stored(torch.zeros(16, 64))
     program.weights = {"q": BlockPart(weight, "q"), "scale": BlockPart(weight, "scale")}
