@@ -101,6 +101,8 @@ def simpler(node: fx.Node) -> fx.Node | None:
     """Return a simpler node that equals `node`, or None."""
     if node.target is operator.getitem:
         return single_split(node)
+    if is_call(node, aten.concat.default):
+        return call(node, aten.cat.default, *arguments(node))
     if is_call(node, aten.cat.default):
         return simpler_cat(node)
     if is_call(node, aten.expand_as.default):

@@ -4,7 +4,8 @@ The portable form is an ONNX Loop that runs once for each expert that some token
 weights and tokens, multiplies, and adds the weighted results to those tokens' rows. The alternative, gathering the
 weights of all T·K pairs for one batched product, reads the same bytes at T = 1 but T·K / experts-hit times as many in a
 prefill; running all experts on all tokens computes E / K times too much. The Loop costs some 20 small operators an
-expert and a copy of each expert's weights, which the native operators avoid.
+expert and a copy of each expert's weights, which the native operators avoid. Weights in blocks become float32 there
+whenever their expert is hit: small in the file and in memory, but slow.
 """
 
 from __future__ import annotations

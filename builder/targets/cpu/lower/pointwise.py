@@ -184,6 +184,7 @@ RULES: dict[Any, Rule] = {
     aten.pow.Tensor_Scalar: Rule(power),
     aten.gelu.default: Rule(gelu),
     aten.clamp.default: Rule(clamp),
+    aten.clamp.Tensor: Rule(clamp),
     aten.where.self: Rule(where),
     aten.mean.dim: Rule(partial(reduce, kind="ReduceMean"), over_channels),
     aten.sum.dim_IntList: Rule(partial(reduce, kind="ReduceSum"), over_channels),
