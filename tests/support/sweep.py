@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from llmbuild import BuildConfig, build
 from llmbuild.errors import UnsupportedError
 from support.staggered import generate, logits_after, serve
@@ -39,7 +40,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, str] = {
     "mamba": "recurrent state instead of attention",
     "qwen3_next": "recurrent state (linear attention) in some layers",
-    "lfm2": "convolutions over tokens in some layers",
     "diffllama": "attends twice in a layer",
     "doge": "a mask computed from the values of the tokens",
     "modernbert-decoder": "its code looks at token positions as Python numbers",

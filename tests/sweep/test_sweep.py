@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmbuild.errors import UnsupportedError
-from support.sweep import REFUSED, SWEEP, run
 from transformers import AutoConfig
 
 from llmbuild.builder.frontend.fake_model import build_fake_model
 from llmbuild.builder.frontend.trace import trace
+from llmbuild.errors import UnsupportedError
+from support.sweep import REFUSED, SWEEP, run
 
 # Families of the default run: one for each way in which attention, positions, norms, experts and layouts differ.
 QUICK = {
