@@ -17,9 +17,9 @@ from llmbuild.quantization.blocks import BlockTensor
 class NoCheckpoint:
     """The checkpoint of a directory that holds a config and no weights."""
 
-    kind = "huggingface"
+    kind: str = "huggingface"
     files: tuple[Path, ...] = ()
-    notices = ("no checkpoint here: names and shapes of tensors were not checked",)
+    notices: tuple[str, ...] = ("no checkpoint here: names and shapes of tensors were not checked",)
 
     def names(self) -> tuple[str, ...]:
         return ()

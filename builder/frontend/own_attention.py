@@ -70,7 +70,7 @@ def capture(
     for softmax in [node for node in graph.nodes if is_over_tokens(node, tokens)]:
         product = score_product(softmax, active, tokens)
         output = value_product(softmax)
-        function = ScoreFunction(product, softmax.args[0], tokens, value)  # type: ignore[arg-type]
+        function = ScoreFunction(product, softmax.args[0], tokens, value)
         try:
             rule = recognise(function, windows, longest)
         except UnsupportedError as error:

@@ -42,7 +42,7 @@ def shrink(before: fx.Node, x: fx.Node, at: int) -> fx.Node | None:
     if x.target in SAME:
         return again(before, x, {x.args[0]: shrink(before, x.args[0], at)})  # type: ignore[arg-type]
     if x.target is aten.permute.default:
-        order = [axis(dim, rank(x)) for dim in x.args[1]]  # type: ignore[union-attr]
+        order = [axis(dim, rank(x)) for dim in x.args[1]]  # type: ignore[union-attr, arg-type]
         return again(before, x, {x.args[0]: shrink(before, x.args[0], order[at])})  # type: ignore[arg-type]
     if x.target is aten.transpose.int:
         a, b = (axis(dim, rank(x)) for dim in x.args[1:3])  # type: ignore[arg-type]
@@ -50,10 +50,10 @@ def shrink(before: fx.Node, x: fx.Node, at: int) -> fx.Node | None:
         return again(before, x, {x.args[0]: shrink(before, x.args[0], source_at)})  # type: ignore[arg-type]
     if x.target is aten.select.int:
         source, dim = x.args[0], axis(x.args[1], rank(x) + 1)  # type: ignore[arg-type]
-        return again(before, x, {source: shrink(before, source, at + (dim <= at))})  # type: ignore[arg-type, dict-item]
+        return again(before, x, {source: shrink(before, source, at + (dim <= at))})  # type: ignore[arg-type]
     if x.target is aten.slice.Tensor:
         source, dim = x.args[0], axis(arguments(x)[1], rank(x))
-        return None if dim == at else again(before, x, {source: shrink(before, source, at)})  # type: ignore[arg-type, dict-item]
+        return None if dim == at else again(before, x, {source: shrink(before, source, at)})  # type: ignore[arg-type]
     if x.target is aten.cat.default:
         parts, dim = arguments(x)[:2]
         if axis(dim, rank(x)) == at:
