@@ -82,8 +82,9 @@ def test_float32(case: str, native: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(compute(program, tmp_path, native), expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("recipe", ["int8-wo", "int4-wo"])
-@pytest.mark.parametrize("inner", [32, 40, 64, 33], ids=lambda inner: f"inner {inner}")
+@pytest.mark.parametrize(
+    ("recipe", "inner"), [("int8-wo", 40), ("int8-wo", 64), ("int4-wo", 32), ("int4-wo", 40), ("int4-wo", 33)]
+)
 @pytest.mark.parametrize("native", FORMS)
 def test_in_blocks(recipe: str, inner: int, native: bool, tmp_path: Path) -> None:
     """The reference multiplies with the same dequantized weights; native operators also round activations.
@@ -99,7 +100,7 @@ def test_in_blocks(recipe: str, inner: int, native: bool, tmp_path: Path) -> Non
     assert error < (1e-3 if native and inner % 4 == 0 else 2e-6)
 
 
-QUICK = ("qwen3_moe", "deepseek_v3")
+QUICK = ("deepseek_v3",)
 
 
 @pytest.mark.parametrize(
