@@ -71,12 +71,20 @@ def cpu_section(records: list[Record]) -> list[str]:
             for row in decode
         ],
     )
+    alone = next(row["out_tok_s"] for row in decode if row["peer"].startswith("hf-eager"))
     count, osl = batched[0]["B"], batched[0]["osl"] + 1
     lines += ["", f"{count} requests at once, {batched[0]['isl']} prompt tokens and {osl} new ones each:", ""]
     lines += markdown_table(
-        ["", "weights", "output tokens/s", "ms a step", "× HF eager (static batch)"],
+        ["", "weights", "output tokens/s", "ms a step", "× HF eager, static batch", "× HF eager, one by one"],
         [
-            [row["peer"], row["tag"], row["out_tok_s"], f"{row['ms_per_step']:.1f}", row.get("vs_hf_eager")]
+            [
+                row["peer"],
+                row["tag"],
+                row["out_tok_s"],
+                f"{row['ms_per_step']:.1f}",
+                row.get("vs_hf_eager"),
+                f"{row['out_tok_s'] / alone:.1f}",
+            ]
             for row in batched
             if not row["peer"].startswith("llama.cpp")  # its bindings run one sequence after another: no comparison
         ],
