@@ -71,6 +71,11 @@ def cpu_section(records: list[Record]) -> list[str]:
             for row in decode
         ],
     )
+    lines += [
+        "",
+        "A recipe never rounds a weight that is stored in as few bits already, so for this file `gguf`, `int8-wo` and",
+        "`int4-wo` give the same weights: what these rows differ by is the noise of the run.",
+    ]
     alone = next(row["out_tok_s"] for row in decode if row["peer"].startswith("hf-eager"))
     count, osl = batched[0]["B"], batched[0]["osl"] + 1
     lines += ["", f"{count} requests at once, {batched[0]['isl']} prompt tokens and {osl} new ones each:", ""]
