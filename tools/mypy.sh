@@ -3,6 +3,7 @@
 # in which the root folders are where they belong: llmbuild/builder, llmbuild/runtime, ...
 set -eu
 MYPY=${1:-mypy}
+case "$MYPY" in /*) ;; */*) MYPY="$PWD/$MYPY" ;; esac # a relative path must survive the cd below
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 TREE=$(mktemp -d)
 trap 'rm -rf "$TREE"' EXIT
