@@ -18,6 +18,7 @@ from llmbuild.builder.frontend.buffers import recompute_buffer
 from llmbuild.builder.frontend.contract import check_attention, check_tokens_stay_apart, is_attention
 from llmbuild.builder.frontend.fake_model import FakeModel, foreign_code
 from llmbuild.builder.frontend.hf_model import longest_sequence
+from llmbuild.builder.frontend.in_place import make_functional
 from llmbuild.builder.frontend.own_attention import capture, configured_windows
 from llmbuild.builder.frontend.plain_graph import plain_graph
 from llmbuild.builder.frontend.rope_policy import pinned
@@ -85,7 +86,7 @@ def trace(fake: FakeModel) -> Trace:
             example = tuple(torch.zeros(size, dtype=torch.int32) for size in sizes)
         dynamic = ({0: torch.export.Dim.AUTO},) * len(example)
         exported = torch.export.export(_Packed(fake.model), example, dynamic_shapes=dynamic, strict=False)
-        if any(_mutates(node) for node in exported.graph.nodes):
+        if not make_functional(exported.graph):
             exported = exported.run_decompositions({})  # functional form; keeps composite ops such as linear
     graph, names, literals = plain_graph(exported)
     notices: list[str] = []
@@ -103,7 +104,3 @@ def trace(fake: FakeModel) -> Trace:
     check_attention(graph, config)
     check_tokens_stay_apart(graph)
     return Trace(graph, names, literals, tuple(notices))
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -149,7 +149,7 @@ def dequantized_expert(e: Emitter, weight: Blocks, experts: int) -> Matrix:
     values = external(e, weight, "bytes", (experts, rows, packed), lambda w: halves(w, experts), np.uint8)
     parts = ["scales", "offsets"] if weight.has_offset else ["scales"]
     names = [
-        external(e, weight, part, (experts, rows, weight.blocks, 1), lambda w, at=at: per_block(w, experts, at))  # type: ignore[misc]
+        external(e, weight, part, (experts, rows, weight.blocks, 1), lambda w, at=at: per_block(w, experts, at))
         for at, part in enumerate(parts, start=1)
     ]
 
