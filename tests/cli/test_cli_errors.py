@@ -74,7 +74,7 @@ def test_debug_shows_the_traceback(monkeypatch):
     ("words", "message"),
     [
         (["convert"], "Missing argument"),
-        (["convert", "m"], "Missing option"),
+        (["convert", "m"], "no engine directory is given"),
         (["convert", "m", "-o", "e", "--max-seq-len", "many"], "'--max-seq-len'"),
         (["run", "e"], "Missing option"),
         (["frobnicate"], "No such command 'frobnicate'"),
