@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ def dequantized_expert(e: Emitter, weight: Blocks, experts: int) -> Matrix:
     values = external(e, weight, "bytes", (experts, rows, packed), lambda w: halves(w, experts), np.uint8)
     parts = ["scales", "offsets"] if weight.has_offset else ["scales"]
     names = [
-        external(e, weight, part, (experts, rows, weight.blocks, 1), lambda w, at=at: per_block(w, experts, at))
+        external(e, weight, part, (experts, rows, weight.blocks, 1), partial(per_block, experts=experts, part=at))
         for at, part in enumerate(parts, start=1)
     ]
 
