@@ -81,6 +81,25 @@ class Constant:
         return frozenset()
 
 
+def _blocks_below_each_other(parts: Sequence[WeightExpr]) -> BlockTensor:
+    """Return the rows of all parts, which share one format, as one [sum of N, K]; one part is in memory beside it."""
+    from llmbuild.quantization.blocks import BlockTensor
+
+    first = parts[0].load_blocks()
+    rows = sum(part.shape[0] for part in parts)
+    whole = [None if t is None else t.new_empty(rows, t.shape[1]) for t in (first.q, first.scale, first.offset)]
+    row = 0
+    for place, part in enumerate(parts):
+        blocks = first if place == 0 else part.load_blocks()
+        for target, piece in zip(whole, (blocks.q, blocks.scale, blocks.offset), strict=True):
+            if target is not None and piece is not None:
+                target[row : row + part.shape[0]] = piece
+        row += part.shape[0]
+    q, scale, offset = whole
+    assert q is not None and scale is not None
+    return BlockTensor(first.format, q, scale, offset)
+
+
 @dataclass(frozen=True)
 class Concat:
     """Several weights stacked along axis 0 (q/k/v, gate/up), never held twice.
@@ -113,16 +132,7 @@ class Concat:
         return out
 
     def load_blocks(self) -> BlockTensor:
-        from llmbuild.quantization.blocks import BlockTensor
-
-        loaded = [part.load_blocks() for part in self.parts]
-        offsets = [block.offset for block in loaded if block.offset is not None]
-        return BlockTensor(
-            format=loaded[0].format,
-            q=torch.cat([block.q for block in loaded]),
-            scale=torch.cat([block.scale for block in loaded]),
-            offset=torch.cat(offsets) if offsets else None,
-        )
+        return _blocks_below_each_other(self.parts)
 
     def sources(self) -> frozenset[str]:
         return frozenset().union(*(part.sources() for part in self.parts))
@@ -187,21 +197,7 @@ class Stack:
         return out
 
     def load_blocks(self) -> BlockTensor:
-        from llmbuild.quantization.blocks import BlockTensor
-
-        first = self.parts[0].load_blocks()
-        count, rows = len(self.parts), first.q.shape[0]
-        whole = [
-            None if t is None else t.new_empty(count * rows, t.shape[1]) for t in (first.q, first.scale, first.offset)
-        ]
-        for place, part in enumerate(self.parts):
-            blocks = first if place == 0 else part.load_blocks()
-            for target, piece in zip(whole, (blocks.q, blocks.scale, blocks.offset), strict=True):
-                if target is not None and piece is not None:
-                    target[place * rows : (place + 1) * rows] = piece
-        q, scale, offset = whole
-        assert q is not None and scale is not None
-        return BlockTensor(first.format, q, scale, offset)
+        return _blocks_below_each_other(self.parts)
 
     def sources(self) -> frozenset[str]:
         return frozenset().union(*(part.sources() for part in self.parts))
