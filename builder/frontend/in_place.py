@@ -18,6 +18,13 @@ def mutates(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def is_composite_view(node: fx.Node) -> bool:
+    """Whether a call is a view that torch defines by other ops (`x.T`, `x.broadcast_to(sizes)`)."""
+    if not isinstance(node.target, OpOverload) or not aliases(node):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
+
+
 def make_functional(graph: fx.Graph) -> bool:
     """Rewrite all in-place ops of `graph`, or none. Returns whether the graph is functional now."""
     places = {node: place for place, node in enumerate(graph.nodes)}

@@ -18,10 +18,11 @@ from llmbuild.builder.frontend.buffers import recompute_buffer
 from llmbuild.builder.frontend.contract import check_attention, check_tokens_stay_apart, is_attention
 from llmbuild.builder.frontend.fake_model import FakeModel, foreign_code
 from llmbuild.builder.frontend.hf_model import longest_sequence
-from llmbuild.builder.frontend.in_place import make_functional
+from llmbuild.builder.frontend.in_place import is_composite_view, make_functional
 from llmbuild.builder.frontend.own_attention import capture, configured_windows
 from llmbuild.builder.frontend.plain_graph import plain_graph
 from llmbuild.builder.frontend.rope_policy import pinned
+from llmbuild.builder.passes.cleanup import SPELLED
 from llmbuild.errors import UnsupportedError
 
 _EXAMPLE_TOKENS, _EXAMPLE_LOGITS = 11, 3  # any sizes that differ; both become symbols
@@ -86,8 +87,10 @@ def trace(fake: FakeModel) -> Trace:
             example = tuple(torch.zeros(size, dtype=torch.int32) for size in sizes)
         dynamic = ({0: torch.export.Dim.AUTO},) * len(example)
         exported = torch.export.export(_Packed(fake.model), example, dynamic_shapes=dynamic, strict=False)
-        if not make_functional(exported.graph):
-            exported = exported.run_decompositions({})  # functional form; keeps composite ops such as linear
+        unknown = any(is_composite_view(node) and node.target not in SPELLED for node in exported.graph.nodes)
+        if unknown or not make_functional(exported.graph):
+            # Functional form, views in basic ops; keeps composite ops such as linear. Costs another trace.
+            exported = exported.run_decompositions({})
     graph, names, literals = plain_graph(exported)
     notices: list[str] = []
     if not any(is_attention(node) for node in graph.nodes):

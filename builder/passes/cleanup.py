@@ -60,10 +60,29 @@ RESHAPES = (
     aten._unsafe_view.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
+    aten.ravel.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
 )
 SIZE_ONLY = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims)
-PERMUTES = (aten.transpose.int, aten.permute.default, aten.t.default)
-SPLITS = (aten.split.Tensor, aten.split.sizes, aten.chunk.default)
+PERMUTES = (
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.numpy_T.default,
+    aten.mT.default,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    aten.movedim.int,
+    aten.movedim.intlist,
+    aten.moveaxis.int,
+    aten.moveaxis.intlist,
+)
+SPLITS = (aten.split.Tensor, aten.split.sizes, aten.chunk.default, aten.tensor_split.sections)
+SPELLED = frozenset(  # composite ops that need not be taken apart before
+    (*PASS_THROUGH, *SIZE_ONLY, *PERMUTES, *SPLITS, aten.narrow.default, aten.expand_as.default)
+)
+_DISTINCT = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell axes apart
 
 
 def cleanup(program: Program) -> Rewrite:
@@ -120,6 +139,10 @@ def simpler(node: fx.Node) -> fx.Node | None:
         return call(node, CAST, source, dtype(node))
     if node.target in SPLITS:
         return simpler_split(node, source)
+    if is_call(node, aten.narrow.default):
+        _, dim, start, length = arguments(node)
+        if isinstance(start, int) and isinstance(length, int) and start >= 0:
+            return call(node, aten.slice.Tensor, source, dim, start, start + length)
     selects_new_axis = (
         is_call(node, aten.select.int)
         and is_call(source, aten.unsqueeze.default)
@@ -179,15 +202,10 @@ def static_shape(node: fx.Node) -> list[int] | None:
 
 
 def permutation(node: fx.Node) -> list[int]:
-    """Return the source axis of each axis of a transpose, permute or t node."""
-    order = list(range(rank(node)))
-    if is_call(node, aten.permute.default):
-        return [axis(dim, rank(node)) for dim in arg(node, 1)]
-    first, second = (0, 1) if is_call(node, aten.t.default) else arguments(node)[1:3]
-    if len(order) > 1:
-        a, b = axis(first, rank(node)), axis(second, rank(node))
-        order[a], order[b] = order[b], order[a]
-    return order
+    """Return the source axis of each axis of a node of PERMUTES, read off what the op does to distinct sizes."""
+    sizes = _DISTINCT[: rank(node)]
+    result = node.target(torch.empty(sizes, device="meta"), *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    return [sizes.index(size) for size in result.shape]
 
 
 def simpler_permute(node: fx.Node) -> fx.Node | None:

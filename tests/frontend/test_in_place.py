@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmbuild.builder.frontend.in_place import make_functional, mutates
+from llmbuild.builder.frontend.in_place import is_composite_view, make_functional, mutates
 
 
 def divided(x: Tensor) -> Tensor:
@@ -94,3 +94,17 @@ def test_left_to_torch(function):
     assert not make_functional(exported.graph)
     assert [node.target for node in exported.graph.nodes] == before
     assert torch.equal(exported.run_decompositions({}).module()(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "composite"),
+    [
+        (lambda x: (x * 2).T + 0.0, True),
+        (lambda x: (x * 2).broadcast_to(2, 3, 4) + 0.0, True),
+        (lambda x: (x * 2).transpose(0, 1) + 0.0, False),
+        (lambda x: torch.nn.functional.linear(x, x), False),
+    ],
+)
+def test_views_that_torch_defines_by_others(function, composite):
+    exported, _, _ = export(function)
+    assert any(is_composite_view(node) for node in exported.graph.nodes) == composite

@@ -37,7 +37,11 @@ NOTHING = {
     "new axes": lambda x: x[None].unsqueeze(2).squeeze(0).squeeze(1),
     "selected axis": lambda x: x[None][0],
     "transposes": lambda x: x.reshape(-1, 4, 4).transpose(0, 1).transpose(1, 0).reshape(-1, CHANNELS),
+    "other names of transposes": lambda x: x.T.mT.swapaxes(0, 1).T,
+    "moved axes": lambda x: x.reshape(-1, 4, 4).movedim(0, 2).moveaxis((2, 0), (0, 1)).reshape(-1, CHANNELS),
+    "other names of reshapes": lambda x: x.ravel().view_as(x).reshape_as(x),
     "permutes": lambda x: x.reshape(-1, 4, 4).permute(2, 0, 1).permute(1, 2, 0).reshape(-1, CHANNELS),
+    "narrow": lambda x: x.narrow(-1, 0, CHANNELS),
     "one part": lambda x: x.split(CHANNELS, dim=-1)[0],
     "empty part": lambda x: torch.cat((x, x[:, CHANNELS:]), dim=-1),
 }
