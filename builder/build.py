@@ -38,7 +38,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     under("trace", progress)(0, 1, "importing torch and transformers")
     import torch
 
-    from llmbuild.builder import sections
+    from llmbuild.builder import memory, sections
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.pipeline import optimize
     from llmbuild.builder.targets.base import CompileOptions
@@ -63,6 +63,8 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
 
     with phase("passes", seconds):
         optimize(program, find_recipe(choices.quant))
+    estimate = memory.estimate(program)
+    memory.check(estimate, config.memory_limit)
 
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
@@ -81,7 +83,8 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 build=sections.build(choices, dtype, limits),
                 progress=under("write", progress),
             )
-    return BuildReport(config.output, manifest, program.rewrites, notes, seconds)
+    used = {"estimate": estimate.to_dict(), "peak": memory.peak_rss()}
+    return BuildReport(config.output, manifest, program.rewrites, notes, seconds, used)
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_dtype, resolve_limits
 from llmbuild.builder.report import passes_to_list
+
+if TYPE_CHECKING:
+    from llmbuild.builder.memory import MemoryEstimate
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class DryRun:
         unsupported: What the target cannot lower, one line each; empty when the model converts.
         notes: Choices made for the user.
         weights_checked: Whether a checkpoint was there to check the names and shapes of its tensors.
+        memory: What converting needs at its peak.
     """
 
     architecture: str
@@ -33,6 +37,7 @@ class DryRun:
     unsupported: list[str]
     notes: list[str]
     weights_checked: bool
+    memory: MemoryEstimate
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `llmbuild convert --dry-run --json` prints."""
@@ -45,6 +50,7 @@ class DryRun:
             "unsupported": self.unsupported,
             "notes": self.notes,
             "weights_checked": self.weights_checked,
+            "memory": self.memory.to_dict(),
         }
 
 
@@ -60,6 +66,7 @@ def dry_run(config: BuildConfig) -> DryRun:
     check_build_packages()
     import torch
 
+    from llmbuild.builder import memory
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.frontend.no_checkpoint import NoCheckpoint
     from llmbuild.builder.ir import source_line
@@ -81,6 +88,8 @@ def dry_run(config: BuildConfig) -> DryRun:
     traced = len(program.graph.nodes)
     parameters = sum(math.prod(weight.shape) for weight in program.weights.values() if weight.sources())
     optimize(program, find_recipe(choices.quant))
+    found = memory.estimate(program)
+    memory.check(found, config.memory_limit)
     reasons = [(node, target.supports(node)) for node in program.graph.nodes]
     return DryRun(
         architecture=program.info.architecture,
@@ -92,4 +101,5 @@ def dry_run(config: BuildConfig) -> DryRun:
         unsupported=[f"{n.name} ({n.target}): {reason} [{source_line(n)}]" for n, reason in reasons if reason],
         notes=notes,
         weights_checked=not any(NoCheckpoint.notices[0] in rewrite.declined for rewrite in program.rewrites),
+        memory=found,
     )

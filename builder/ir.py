@@ -10,288 +10,47 @@ is a `WeightExpr` that reads, casts or merges one tensor when a target asks for 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from llmbuild.builder.weights import (
+    LAST_BLOCKS,
+    BlockPart,
+    Cast,
+    Concat,
+    Constant,
+    Item,
+    Map,
+    Stack,
+    WeightExpr,
+    items,
+)
 from llmbuild.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from llmbuild.quantization.blocks import BlockFormat, BlockTensor
+__all__ = [
+    "INPUT_NAMES",
+    "LAST_BLOCKS",
+    "BlockPart",
+    "Cast",
+    "Concat",
+    "Constant",
+    "Item",
+    "LayerKV",
+    "Map",
+    "ModelInfo",
+    "Program",
+    "Rewrite",
+    "Stack",
+    "WeightExpr",
+    "items",
+    "raise_unsupported",
+    "source_line",
+]
 
 INPUT_NAMES = ("input_ids", "position_ids", "logits_indices")
-
-
-class WeightExpr(Protocol):
-    """A weight that can be computed on demand. Shape and dtype are known without reading data."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def block_format(self) -> BlockFormat | None:
-        """The block-quantized form this weight is stored in, or None when it is a plain tensor."""
-        ...
-
-    def load(self) -> Tensor:
-        """Return the plain tensor, contiguous, of `shape` and `dtype` (dequantized if stored in blocks)."""
-        ...
-
-    def load_blocks(self) -> BlockTensor:
-        """Return the stored blocks unchanged. Only when `block_format` is not None."""
-        ...
-
-    def sources(self) -> frozenset[str]:
-        """Names of the checkpoint tensors this reads."""
-        ...
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A tensor that no checkpoint holds: a recomputed buffer such as `inv_freq`, or a literal of the graph."""
-
-    value: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def block_format(self) -> None:
-        return None
-
-    def load(self) -> Tensor:
-        return self.value.contiguous()
-
-    def load_blocks(self) -> BlockTensor:
-        raise TypeError("a constant is not stored in blocks")
-
-    def sources(self) -> frozenset[str]:
-        return frozenset()
-
-
-def _blocks_below_each_other(parts: Sequence[WeightExpr]) -> BlockTensor:
-    """Return the rows of all parts, which share one format, as one [sum of N, K]; one part is in memory beside it."""
-    from llmbuild.quantization.blocks import BlockTensor
-
-    first = parts[0].load_blocks()
-    rows = sum(part.shape[0] for part in parts)
-    whole = [None if t is None else t.new_empty(rows, t.shape[1]) for t in (first.q, first.scale, first.offset)]
-    row = 0
-    for place, part in enumerate(parts):
-        blocks = first if place == 0 else part.load_blocks()
-        for target, piece in zip(whole, (blocks.q, blocks.scale, blocks.offset), strict=True):
-            if target is not None and piece is not None:
-                target[row : row + part.shape[0]] = piece
-        row += part.shape[0]
-    q, scale, offset = whole
-    assert q is not None and scale is not None
-    return BlockTensor(first.format, q, scale, offset)
-
-
-@dataclass(frozen=True)
-class Concat:
-    """Several weights stacked along axis 0 (q/k/v, gate/up), never held twice.
-
-    Block formats survive when all parts share one and each part covers whole rows, which axis 0 guarantees.
-    """
-
-    parts: tuple[WeightExpr, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        return (sum(part.shape[0] for part in self.parts), *first[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def block_format(self) -> BlockFormat | None:
-        formats = {part.block_format for part in self.parts}
-        return formats.pop() if len(formats) == 1 else None
-
-    def load(self) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.dtype)
-        row = 0
-        for part in self.parts:
-            out[row : row + part.shape[0]] = part.load()
-            row += part.shape[0]
-        return out
-
-    def load_blocks(self) -> BlockTensor:
-        return _blocks_below_each_other(self.parts)
-
-    def sources(self) -> frozenset[str]:
-        return frozenset().union(*(part.sources() for part in self.parts))
-
-
-@dataclass(frozen=True)
-class Item:
-    """One matrix of a stack: `source[index]`. Reads no more of a memory-mapped tensor than that."""
-
-    source: WeightExpr
-    index: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape[1:]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    @property
-    def block_format(self) -> None:
-        return None
-
-    def load(self) -> Tensor:
-        return self.source.load()[self.index].contiguous()
-
-    def load_blocks(self) -> BlockTensor:
-        raise TypeError("an item of a stack is a plain tensor")
-
-    def sources(self) -> frozenset[str]:
-        return self.source.sources()
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Weights of one shape along a new axis 0: the experts of a layer, loaded one after the other.
-
-    Beside the stacked tensor only one part is ever in memory. If all parts are stored in blocks of one format, so is
-    the stack; its blocks are those of the parts below each other, [E·N, K].
-    """
-
-    parts: tuple[WeightExpr, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def block_format(self) -> BlockFormat | None:
-        formats = {part.block_format for part in self.parts}
-        return formats.pop() if len(formats) == 1 else None
-
-    def load(self) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for place, part in enumerate(self.parts):
-            out[place] = part.load()
-        return out
-
-    def load_blocks(self) -> BlockTensor:
-        return _blocks_below_each_other(self.parts)
-
-    def sources(self) -> frozenset[str]:
-        return frozenset().union(*(part.sources() for part in self.parts))
-
-
-def items(stack: WeightExpr) -> tuple[WeightExpr, ...]:
-    """Return the matrices of a stacked weight, each loadable without the others where the checkpoint allows it."""
-    return stack.parts if isinstance(stack, Stack) else tuple(Item(stack, index) for index in range(stack.shape[0]))
-
-
-@dataclass(frozen=True)
-class Map:
-    """A plain tensor computed from another weight: `function` must be cheap, deterministic and described by `label`."""
-
-    source: WeightExpr
-    function: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    label: str
-
-    @property
-    def block_format(self) -> None:
-        return None
-
-    def load(self) -> Tensor:
-        out = self.function(self.source.load()).contiguous()
-        if tuple(out.shape) != self.shape or out.dtype != self.dtype:
-            raise AssertionError(f"{self.label}: got {tuple(out.shape)} {out.dtype}, said {self.shape} {self.dtype}")
-        return out
-
-    def load_blocks(self) -> BlockTensor:
-        raise TypeError(f"{self.label}: a mapped weight is not stored in blocks")
-
-    def sources(self) -> frozenset[str]:
-        return self.source.sources()
-
-
-class LastBlocks:
-    """Remembers the blocks loaded last, so that q, scale and offset of a weight are made once, one weight at a time."""
-
-    def __init__(self) -> None:
-        self._held: tuple[WeightExpr, BlockTensor] | None = None
-
-    def load(self, source: WeightExpr) -> BlockTensor:
-        if self._held is None or self._held[0] is not source:
-            self._held = None  # free the other weight's blocks before these are made
-            self._held = (source, source.load_blocks())
-        return self._held[1]
-
-    def forget(self) -> None:
-        """Free the blocks. Call once all weights are written."""
-        self._held = None
-
-
-LAST_BLOCKS = LastBlocks()
-
-
-@dataclass(frozen=True)
-class BlockPart:
-    """One component ("q", "scale" or "offset") of a weight stored in blocks: the operands of `linear_blockwise`.
-
-    The parts of one weight share `source`; loading them one after the other computes its blocks once.
-    """
-
-    source: WeightExpr
-    part: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        *leading, columns = self.source.shape
-        rows = math.prod(leading)
-        if self.part == "q":
-            return (rows, columns)
-        assert self.source.block_format is not None
-        return (rows, -(-columns // self.source.block_format.block_size))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8 if self.part == "q" else torch.float32
-
-    @property
-    def block_format(self) -> None:
-        return None
-
-    def load(self) -> Tensor:
-        tensor = getattr(LAST_BLOCKS.load(self.source), self.part)
-        assert isinstance(tensor, Tensor)
-        return tensor.contiguous()
-
-    def load_blocks(self) -> BlockTensor:
-        raise TypeError("a part of a block tensor is a plain tensor")
-
-    def sources(self) -> frozenset[str]:
-        return self.source.sources()
 
 
 @dataclass(frozen=True)

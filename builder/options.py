@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmbuild.errors import ConfigError, UnsupportedError, nearest
+from llmbuild.units import parse_size
 
 if TYPE_CHECKING:
     from llmbuild.builder.ir import ModelInfo
@@ -37,9 +38,11 @@ class BuildConfig:
         max_seq_len: Most tokens of one sequence, prompt and output; at most what the model was made for.
         force: Replace an engine that exists at `output`.
         trust_remote_code: Run Python code that comes with the model directory.
+        max_memory: Bytes, or a size such as "4GiB": the build stops before it reads weights when it would need more.
+            It changes nothing else, and is not written into the engine.
 
     Raises:
-        ConfigError: A limit is not positive.
+        ConfigError: A limit is not positive, or max_memory is not a size.
     """
 
     model: Path
@@ -52,6 +55,12 @@ class BuildConfig:
     max_seq_len: int | None = None
     force: bool = False
     trust_remote_code: bool = False
+    max_memory: int | str | None = None
+
+    @property
+    def memory_limit(self) -> int | None:
+        """`max_memory` in bytes."""
+        return parse_size(str(self.max_memory)) if self.max_memory is not None else None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", Path(self.model))
@@ -62,6 +71,12 @@ class BuildConfig:
                 raise ConfigError(
                     f"{name} is {value!r}", where=_option(name), hint=f"it must be an integer of at least {least}"
                 )
+        try:
+            _ = self.memory_limit
+        except ValueError as error:
+            raise ConfigError(
+                f"max_memory: {error}", where=_option("max_memory"), hint="give 4GiB, 4G (the same), 4GB or 500M"
+            ) from None
         if self.max_num_tokens is not None and self.max_num_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_num_tokens is {self.max_num_tokens}, but max_batch_size is {self.max_batch_size}",

@@ -24,6 +24,7 @@ class BuildReport:
         rewrites: What each pass did, in order.
         notes: What was chosen for the user, in words.
         seconds: Wall time by phase, for the console only: the engine holds no times.
+        memory: What was estimated before weights were read, and the peak of the process, in bytes; for the console too.
     """
 
     output: Path
@@ -31,6 +32,7 @@ class BuildReport:
     rewrites: list[Rewrite]
     notes: list[str]
     seconds: dict[str, float]
+    memory: dict[str, Any]
 
     @property
     def bytes(self) -> int:
@@ -53,6 +55,7 @@ class BuildReport:
             "passes": passes_to_list(self.rewrites),
             "notes": self.notes,
             "seconds": {phase: round(value, 3) for phase, value in self.seconds.items()},
+            "memory": self.memory,
         }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
-from llmbuild.quantization.primitives import block_format, quantize_blocks
+from llmbuild.quantization.primitives import CHUNK, block_format, quantize_blocks
 from llmbuild.quantization.recipes import WeightOnly
 
 
@@ -25,6 +27,10 @@ class Source(Protocol):
     def load(self) -> Tensor: ...
 
     def sources(self) -> frozenset[str]: ...
+
+    def pieces(self, elements: int) -> Iterator[Tensor]: ...
+
+    def held(self, elements: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,28 @@ class Quantized:
         return self.load_blocks().dequantize().to(self.dtype)
 
     def load_blocks(self) -> BlockTensor:
-        return quantize_blocks(self.source.load(), self.scheme, name=", ".join(sorted(self.sources())))
+        return quantize_blocks(self.source.load(), self.scheme, name=self._name())
 
     def sources(self) -> frozenset[str]:
         return self.source.sources()
+
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        return (blocks.dequantize().to(self.dtype) for blocks in self.block_pieces(elements))
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        row = 0
+        for piece in self.source.pieces(elements):
+            yield quantize_blocks(piece, self.scheme, name=self._name(), first_row=row)
+            row += piece.shape[0]
+
+    def held(self, elements: int) -> int:
+        columns = self.shape[1]
+        piece = min(math.prod(self.shape), max(1, elements // columns) * columns)
+        # q and its scales, and what rounding a chunk of it holds in float32.
+        return self.source.held(elements) + 2 * piece + 6 * 4 * min(piece, max(CHUNK, columns))
+
+    def _name(self) -> str:
+        return ", ".join(sorted(self.sources()))
 
 
 @dataclass(frozen=True)
@@ -82,3 +106,14 @@ class Dequantized:
 
     def sources(self) -> frozenset[str]:
         return self.source.sources()
+
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        return self.source.pieces(elements)
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        yield self.load_blocks()
+
+    def held(self, elements: int) -> int:
+        columns = self.shape[1]
+        # The float32 piece, and the scales spread over it.
+        return self.source.held(elements) + 3 * 4 * min(math.prod(self.shape), max(1, elements // columns) * columns)

@@ -19,7 +19,7 @@ def block_format(scheme: WeightOnly, columns: int) -> BlockFormat:
     return BlockFormat(scheme.bits, size, zero, has_offset=not scheme.symmetric, source=str(scheme))
 
 
-def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str) -> BlockTensor:
+def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str, first_row: int = 0) -> BlockTensor:
     """Round `weight` [N, K] to nearest, block by block; |W - W'| <= scale / 2 everywhere.
 
     Symmetric: scale = max|W| / (2**(bits-1) - 1), so that 0 stays 0. Asymmetric: q counts from the block's minimum,
@@ -29,6 +29,7 @@ def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str) -> BlockTe
     Args:
         weight: Any float dtype.
         name: The tensor's name, for the error.
+        first_row: Where these rows begin in the tensor of that name, for the error.
 
     Raises:
         ModelError: `weight` holds NaN or infinity, or an asymmetric block spans more than float32 can hold.
@@ -43,19 +44,25 @@ def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str) -> BlockTe
     for begin in range(0, rows, step):
         part = slice(begin, begin + step)
         values = weight[part].float()
-        refuse_non_finite(values, begin, name)
-        low, high = block_range(values, form.block_size)
+        low, high = block_range(values, form.block_size)  # NaN and infinity show in them
+        refuse_non_finite(values, (low, high), first_row + begin, name)
         if offset is None:
             scale[part] = usable(torch.maximum(-low, high) / (2 ** (form.bits - 1) - 1))
-            low = torch.zeros_like(low)
         else:
-            refuse_overflow(high - low, begin, name)
+            refuse_overflow(high - low, first_row + begin, name)
             scale[part] = usable((high - low) / (2**form.bits - 1))
             offset[part] = low
-        spread = lambda t: t.repeat_interleave(form.block_size, dim=1)[:, :columns]  # noqa: E731
-        levels = torch.round((values - spread(low)) / spread(scale[part])) + form.zero
-        q[part] = levels.clamp_(0, 2**form.bits - 1).to(torch.uint8)
+        above = values if offset is None else values - spread(low, form.block_size, columns)
+        steps = above / spread(scale[part], form.block_size, columns)
+        levels = steps.round_().add_(form.zero).clamp_(0, 2**form.bits - 1)
+        q[part] = levels.to(torch.uint8)
     return BlockTensor(form, q, scale, offset)
+
+
+def spread(per_block: Tensor, block_size: int, columns: int) -> Tensor:
+    """Return [N, ceil(K / block_size)] values repeated over the columns of their blocks, [N, K]."""
+    rows, blocks = per_block.shape
+    return per_block[:, :, None].expand(rows, blocks, block_size).reshape(rows, -1)[:, :columns]
 
 
 def block_range(values: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -74,7 +81,9 @@ def usable(scale: Tensor) -> Tensor:
     return torch.where(scale < tiny, torch.ones_like(scale), scale)
 
 
-def refuse_non_finite(values: Tensor, first_row: int, name: str) -> None:
+def refuse_non_finite(values: Tensor, ranges: tuple[Tensor, Tensor], first_row: int, name: str) -> None:
+    if all(bool(torch.isfinite(edge).all()) for edge in ranges):
+        return
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         row, column = (int(index) for index in bad.nonzero()[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -15,36 +17,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from llmbuild.builder.frontend.checkpoint import Checkpoint
 from llmbuild.builder.frontend.stacked_experts import stacked_experts
-from llmbuild.builder.ir import Stack, WeightExpr
+from llmbuild.builder.ir import Cast, Stack, WeightExpr
+from llmbuild.builder.weights import PIECE, row_pieces
 from llmbuild.errors import ModelError
-from llmbuild.quantization.blocks import BlockFormat, BlockTensor
+from llmbuild.quantization.blocks import BlockTensor
 
 _LISTED = 8  # names shown in an error before "and N more"
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A weight in another dtype. Stored blocks stay reachable: only their dequantized form is cast."""
-
-    source: WeightExpr
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def block_format(self) -> BlockFormat | None:
-        return self.source.block_format
-
-    def load(self) -> Tensor:
-        return self.source.load().to(self.dtype)
-
-    def load_blocks(self) -> BlockTensor:
-        return self.source.load_blocks()
-
-    def sources(self) -> frozenset[str]:
-        return self.source.sources()
 
 
 @dataclass(frozen=True)
@@ -87,6 +65,17 @@ class Converted:
 
     def sources(self) -> frozenset[str]:
         return frozenset().union(*(expr.sources() for _, _, expr in self.parts))
+
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        return row_pieces(self.load(), elements)
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        yield self.load_blocks()
+
+    def held(self, elements: int) -> int:
+        # transformers holds all parts, the result, and one step in between.
+        parts = sum(expr.held(math.prod(expr.shape)) for _, _, expr in self.parts)
+        return parts + 2 * math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -208,7 +197,7 @@ def _tie(weights: dict[str, WeightExpr], ties: dict[str, str], notices: list[str
     aliases: dict[str, str] = {}
     for name, source in ties.items():
         if name in weights and source in weights:
-            if torch.equal(weights[name].load(), weights[source].load()):
+            if same_values(weights[name], weights[source]):
                 del weights[name]
                 aliases[name] = source
             else:
@@ -219,6 +208,14 @@ def _tie(weights: dict[str, WeightExpr], ties: dict[str, str], notices: list[str
             weights[source] = weights.pop(name)
             aliases[name] = source
     return aliases
+
+
+def same_values(first: WeightExpr, second: WeightExpr) -> bool:
+    """Whether two weights of one shape are equal everywhere; read piece by piece, up to the first difference."""
+    if first.shape != second.shape:
+        return False
+    pairs = zip(first.pieces(PIECE), second.pieces(PIECE), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _listed(names: list[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from llmbuild.builder.frontend.gguf_architectures import ROPE_FACTORS, find_architecture, hf_name
 from llmbuild.builder.frontend.gguf_file import GGUFFile
+from llmbuild.builder.weights import piece_size, rows_at_once
 from llmbuild.errors import ModelError
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
 from llmbuild.quantization.gguf_types import block_type, decode
@@ -26,6 +28,7 @@ class GGUFTensor:
         shape: Hugging Face order, [N, K] or [N].
         heads: When not None, rows are stored with rotary pairs as neighbours within this many heads, and are put
             back into half order on reading. Whole rows move, so blocks stay what they are.
+        taken: First and last row (exclusive) of a piece, in Hugging Face order; None: all of them.
     """
 
     name: str
@@ -35,6 +38,7 @@ class GGUFTensor:
     type_name: str
     shape: tuple[int, ...]
     heads: int | None = None
+    taken: tuple[int, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,21 +52,37 @@ class GGUFTensor:
         if self.type_name not in _PLAIN:
             return self.load_blocks().dequantize()
         raw = torch.from_numpy(np.ascontiguousarray(self._rows()))
-        return raw.view(self.dtype).reshape(self.shape)
+        return raw.view(self.dtype).reshape(-1, *self.shape[1:])
 
     def load_blocks(self) -> BlockTensor:
         if self.type_name in _PLAIN:
             raise TypeError(f"{self.name} is stored as {self.type_name}, not in blocks")
-        rows, columns = self.shape
-        return decode(self.type_name, self._rows(), (rows, columns))
+        rows = self._rows()
+        return decode(self.type_name, rows, (len(rows), self.shape[1]))
 
     def sources(self) -> frozenset[str]:
         return frozenset((self.name,))
 
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        return (piece.load() for piece in self._cut(elements))
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        return (piece.load_blocks() for piece in self._cut(elements))
+
+    def held(self, elements: int) -> int:
+        # Stored bytes, and what unpacking makes of them: q, scales, and steps in between.
+        return piece_size(self.shape, elements) * (self.dtype.itemsize * 2 if self.block_format is None else 8)
+
+    def _cut(self, elements: int) -> Iterator[GGUFTensor]:
+        step = rows_at_once(self.shape, elements)
+        for begin in range(0, self.shape[0], step):
+            yield replace(self, taken=(begin, min(begin + step, self.shape[0])))
+
     def _rows(self) -> np.ndarray:
-        """Raw bytes of every row in Hugging Face order, uint8 [N, bytes]; a copy, so that the file is unmapped."""
+        """Raw bytes of the rows in Hugging Face order, uint8 [N, bytes]; a copy, so that the file is unmapped."""
+        begin, end = self.taken or (0, self.shape[0])
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.size,)).reshape(self.shape[0], -1)
-        return np.array(raw) if self.heads is None else raw[half_order(self.shape[0], self.heads)]
+        return np.array(raw[begin:end]) if self.heads is None else raw[half_order(self.shape[0], self.heads)[begin:end]]
 
 
 def half_order(rows: int, heads: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from llmbuild.builder.frontend.bind import Binding
 from llmbuild.builder.ir import WeightExpr
+from llmbuild.builder.weights import piece_size
 from llmbuild.quantization.blocks import BlockTensor
 
 
@@ -48,6 +50,15 @@ class Promised:
 
     def sources(self) -> frozenset[str]:
         return frozenset({self.name})
+
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        yield self.load()
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        yield self.load_blocks()
+
+    def held(self, elements: int) -> int:
+        return piece_size(self.shape, elements) * self.dtype.itemsize
 
 
 def promised(model: PreTrainedModel, ties: dict[str, str]) -> Binding:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from llmbuild.builder.weights import piece_size, rows_at_once
 from llmbuild.errors import ModelError
 from llmbuild.quantization.blocks import BlockTensor
 
@@ -70,6 +72,24 @@ class StoredTensor:
 
     def sources(self) -> frozenset[str]:
         return frozenset((self.name,))
+
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        """Map some rows at a time; their pages leave the process with them."""
+        if not self.shape or self.size == 0:
+            yield self.load()
+            return
+        step = rows_at_once(self.shape, elements)
+        row = self.size // self.shape[0]
+        for begin in range(0, self.shape[0], step):
+            count = min(step, self.shape[0] - begin)
+            shape = (count, *self.shape[1:])
+            yield replace(self, offset=self.offset + begin * row, size=count * row, shape=shape).load()
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        yield self.load_blocks()
+
+    def held(self, elements: int) -> int:
+        return piece_size(self.shape, elements) * self.dtype.itemsize + mmap.ALLOCATIONGRANULARITY
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

@@ -106,8 +106,9 @@ def fold(program: Program, weight: fx.Node, node: fx.Node) -> fx.Node:
     args = tuple(None if arg is weight else freeze_list(arg) for arg in node.args)
     apply = Apply(node.target, args, tuple(sorted(node.kwargs.items())), place)
     label = f"{str(node.target).removeprefix('aten.')}({weight.name})"
-    shape = tuple(node.meta["val"].shape)
-    expr = Map(program.weights[weight.name], apply, shape, node.meta["val"].dtype, label)
+    source, shape = program.weights[weight.name], tuple(node.meta["val"].shape)
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is aten.to.dtype
+    expr = Map(source, apply, shape, node.meta["val"].dtype, label, rowwise=pointwise and shape == source.shape)
     return new_weight(program, f"{weight.name}_{str(node.target).split('.')[1]}", expr)
 
 

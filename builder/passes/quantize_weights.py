@@ -128,7 +128,8 @@ def role_of(program: Program, node: fx.Node, head: fx.Node | None) -> tuple[str 
     for user in node.users:
         if is_call(user, aten.linear.default) and arg(user, 1) is node and arg(user, 0) is not node:
             continue
-        if is_call(user, llmbuild.moe_experts.default) and expert_stacks(program, user):
+        matrix = is_call(user, llmbuild.moe_experts.default) and node in (arg(user, UP), arg(user, DOWN))
+        if matrix and expert_stacks(program, user):
             continue
         if is_call(user, aten.embedding.default) and arg(user, 0) is node:
             embedded = True

@@ -57,6 +57,10 @@ def convert(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Stop early if more memory is needed: 4GiB, 4G (the same), 4GB, 500M."),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Trace, fuse and check only; reads no weights. MODEL may be config.json alone."),
@@ -82,6 +86,7 @@ def convert(
             max_seq_len=max_seq_len,
             force=force,
             trust_remote_code=trust_remote_code,
+            max_memory=max_memory,
         )
         if dry_run:
             _dry_run(config, as_json=as_json)
@@ -110,6 +115,7 @@ def _dry_run(config: BuildConfig, *, as_json: bool) -> None:
         ("parameters", f"{found.parameters:,}"),
         ("KV cache", f"{human_size(found.kv_bytes)} a token"),
         ("graph", f"{found.nodes[0]} nodes traced, {found.nodes[1]} after the passes"),
+        ("memory", f"{human_size(found.memory.total)} at the peak of a conversion, estimated"),
         ("checkpoint", "names and shapes fit" if found.weights_checked else "not here, so not checked"),
         ("converts", "no" if found.unsupported else "yes"),
     ]
@@ -126,5 +132,7 @@ def _show(report: BuildReport) -> None:
     print_passes(passes_to_list(report.rewrites))
     weights = report.manifest.precision.weights
     print_table("Weights", ("format", "size"), [(name, human_size(size)) for name, size in sorted(weights.items())])
+    peak, guess = report.memory["peak"], report.memory["estimate"]["total"]
+    print(f"memory: {human_size(peak)} at the peak, {human_size(guess)} estimated")
     phases = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
     print(f"{report.output}: {human_size(report.bytes)} in {sum(report.seconds.values()):.1f} s ({phases})")

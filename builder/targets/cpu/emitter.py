@@ -14,6 +14,7 @@ from torch import fx
 from llmbuild.builder.ir import Program, WeightExpr
 from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.cpu.weight_file import Entry, WeightFile
+from llmbuild.builder.weights import PIECE
 
 OPSET = 23
 CONTRIB = "com.microsoft"  # onnxruntime's own fused operators
@@ -198,4 +199,4 @@ def plain_entry(expr: WeightExpr) -> Entry:
     from llmbuild.builder.targets.cpu.layouts import numpy_dtype
 
     dtype = numpy_dtype(expr.dtype)
-    return Entry(tuple(expr.shape), dtype, lambda: expr.load().numpy(), dtype.name)
+    return Entry(tuple(expr.shape), dtype, lambda: (piece.numpy() for piece in expr.pieces(PIECE)), dtype.name)

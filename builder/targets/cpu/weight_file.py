@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,14 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to come: `load` computes it when the file is written. `storage` names its format in the report."""
+    """One tensor to come: `pieces` computes it, some rows at a time, when the file is written.
+
+    storage: name of its format, for the report.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    load: Callable[[], npt.NDArray]
+    pieces: Callable[[], Iterable[npt.NDArray]]
     storage: str
 
     @property
@@ -38,7 +42,7 @@ class Entry:
 
 @dataclass
 class WeightFile:
-    """Collects entries by name, then writes them. Peak memory is one tensor."""
+    """Collects entries by name, then writes them. Peak memory is one piece."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
 
@@ -79,10 +83,17 @@ class WeightFile:
             for done, (name, entry) in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), name)
-                array = np.asarray(entry.load(), order="C")
-                if array.shape != entry.shape or array.dtype != entry.dtype:
-                    got = f"{array.dtype} {array.shape}"
-                    raise AssertionError(f"weight {name!r}: got {got}, said {entry.dtype} {entry.shape}")
-                file.write(array.data.cast("B") if array.size else b"")
+                written = sum(write_piece(file, name, entry, piece) for piece in entry.pieces())
+                if written != entry.num_bytes:
+                    raise AssertionError(f"weight {name!r}: {written} bytes came for {entry.dtype} {entry.shape}")
         if progress is not None:
             progress(len(order), len(order), "")
+
+
+def write_piece(file: BinaryIO, name: str, entry: Entry, piece: npt.NDArray) -> int:
+    """Append a piece; return its size in bytes."""
+    if piece.dtype != entry.dtype:
+        raise AssertionError(f"weight {name!r}: got {piece.dtype}, said {entry.dtype}")
+    if piece.size:
+        file.write(np.asarray(piece, order="C").data.cast("B"))
+    return piece.nbytes

@@ -147,10 +147,10 @@ def dequantized_expert(e: Emitter, weight: Blocks, experts: int) -> Matrix:
     """Values and scales stay small in the file; those of an expert become float32 when it is hit."""
     rows, wide = weight.rows // experts, weight.blocks * weight.block_size
     packed = wide // 2 if weight.bits == 4 else wide
-    values = external(e, weight, "bytes", (experts, rows, packed), lambda w: halves(w, experts), np.uint8)
+    values = external(e, weight, "bytes", (experts, rows, packed), halves, np.uint8)
     parts = ["scales", "offsets"] if weight.has_offset else ["scales"]
     names = [
-        external(e, weight, part, (experts, rows, weight.blocks, 1), partial(per_block, experts=experts, part=at))
+        external(e, weight, part, (experts, rows, weight.blocks, 1), partial(per_block, part=at))
         for at, part in enumerate(parts, start=1)
     ]
 
@@ -170,19 +170,19 @@ def dequantized_expert(e: Emitter, weight: Blocks, experts: int) -> Matrix:
     return matrix
 
 
-def halves(weight: Blocks, experts: int) -> Array:
-    """q as bytes [E, N, ..]; of 4 bits the first half of a row lies in the low halves of the bytes."""
+def halves(weight: Blocks) -> Array:
+    """q as bytes, row by row; of 4 bits the first half of a row lies in the low halves of the bytes."""
     wide = weight.blocks * weight.block_size
     q = padded(weight.load()[0], weight.rows, wide, weight.zero)
     if weight.bits == 4:
         q = q[:, : wide // 2] | (q[:, wide // 2 :] << 4)
-    return q.reshape(experts, weight.rows // experts, -1)
+    return q
 
 
-def per_block(weight: Blocks, experts: int, part: int) -> Array:
+def per_block(weight: Blocks, part: int) -> Array:
     values = weight.load()[part]
     assert values is not None
-    return values.reshape(experts, weight.rows // experts, weight.blocks, 1)
+    return values
 
 
 def known_forms(node: fx.Node) -> str | None:

@@ -93,7 +93,8 @@ def block_linear(e: Emitter, x: str, weight: Blocks, bias: str) -> str:
 def records(e: Emitter, weight: Blocks) -> str:
     """Declare a weight in the layout of native/, once, whoever reads it."""
     shape = (-(-weight.rows // 8), -(-weight.columns // native_block(weight)), record_bytes(weight))
-    entry = Entry(shape, np.dtype(np.uint8), lambda: native_records(weight), weight.source)
+    pieces = lambda: (native_records(piece) for piece in weight.pieces())  # noqa: E731
+    entry = Entry(shape, np.dtype(np.uint8), pieces, weight.source)
     return e.external_once(f"{weight.name}.records", entry)
 
 
@@ -129,7 +130,8 @@ def matmul_nbits(e: Emitter, x: str, weight: Blocks, bias: str) -> str:
     )
     if NBits.of(weight).remainder:
         sums = e.shared(("block_sums", x, weight.block_size), lambda: block_sums(e, x, weight))
-        y = e.op("Gemm", sums, external(e, weight, "remainder", (weight.blocks, weight.rows), remainder), y)
+        entry = Entry((weight.blocks, weight.rows), np.dtype(np.float32), lambda: [remainder(weight)], weight.source)
+        y = e.op("Gemm", sums, e.external_once(f"{weight.name}.remainder", entry), y)
     return e.op("Add", y, bias) if bias else y
 
 
@@ -141,15 +143,16 @@ def nbits_weights(e: Emitter, weight: Blocks) -> tuple[str, str]:
 
 
 def remainder(weight: Blocks) -> Array:
-    _, scale, offset = weight.load()
-    return nbits_remainder(weight, scale, offset)
+    """Return float32 [blocks, N]; its columns come from the weight's pieces."""
+    pieces = ((piece, *piece.load()[1:]) for piece in weight.pieces())
+    return np.concatenate([nbits_remainder(*piece) for piece in pieces], axis=1)
 
 
 def block_sums(e: Emitter, x: str, weight: Blocks) -> str:
     """Sums over blocks as a product with a 0/1 matrix: one operator, where reshaping and reducing are two."""
     ones = np.kron(np.eye(weight.blocks), np.ones((weight.block_size, 1)))[: weight.columns].astype(np.float32)
     name = f"block_sums.{weight.columns}.{weight.block_size}"
-    return e.op("MatMul", x, e.external_once(name, Entry(ones.shape, ones.dtype, lambda: ones, "float32")))
+    return e.op("MatMul", x, e.external_once(name, Entry(ones.shape, ones.dtype, lambda: [ones], "float32")))
 
 
 def dequantized_linear(e: Emitter, x: str, weight: Blocks, bias: str) -> str:
@@ -167,7 +170,8 @@ def external(
     dtype: Any = np.float32,
     storage: str | None = None,
 ) -> str:
-    entry = Entry(shape, np.dtype(dtype), lambda: load(weight), storage or weight.source)
+    """Declare an initializer made of a weight's pieces; `load` gives the bytes of one, in order."""
+    entry = Entry(shape, np.dtype(dtype), lambda: (load(piece) for piece in weight.pieces()), storage or weight.source)
     return e.external_once(f"{weight.name}.{part}", entry)
 
 
