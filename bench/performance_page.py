@@ -97,7 +97,55 @@ def cpu_section(records: list[Record]) -> list[str]:
     return lines
 
 
-SECTIONS = {"cpu": cpu_section}
+def trace_section(records: list[Record]) -> list[str]:
+    rows = [record for record in records if record["kind"] == "trace"]
+    lines = ["## Trace and passes of published configs", "", environment_line(records), ""]
+    lines += ["No weights; a process each, its imports included (`python bench/trace.py`). Goal: 60 s and 3 GiB.", ""]
+    return lines + markdown_table(
+        ["config", "wall, s", "CPU, s", "peak memory, GB", "trace, s", "passes, s", "nodes traced → optimised"],
+        [
+            [
+                row["shape"],
+                f"{row['wall_s']:.1f}",
+                f"{row['cpu_s']:.1f}",
+                f"{row['peak_rss'] / 1e9:.2f}",
+                f"{row['trace_s']:.1f}",
+                f"{row['passes_s']:.1f}",
+                f"{row['nodes_traced']} → {row['nodes']}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def convert_section(records: list[Record]) -> list[str]:
+    rows = [record for record in records if record["kind"] == "convert"]
+    read = rows[0]["bytes_read"] / 1e9
+    lines = ["## Converting a large checkpoint", "", environment_line(records), ""]
+    lines += [
+        f"Random bfloat16 weights of the shape {rows[0]['shape']} ({read:.1f} GB in shards of 5 GB), cpu target",
+        "(`python bench/convert.py`). Peak memory is that of the process, pages of the mapped checkpoint included; the",
+        "bound is 1.3 × the largest shard + 1 GiB, the estimate is what `--max-memory` compares.",
+        "",
+    ]
+    lines += markdown_table(
+        ["recipe", "wall, s", "CPU, s", "peak memory, GB", "estimated", "bound", "engine, GB", "twice the same bytes"],
+        [
+            [
+                row["recipe"],
+                f"{row['wall_s']:.0f}",
+                f"{row['cpu_s']:.0f}",
+                *(f"{row[key] / 1e9:.2f}" for key in ("peak_rss", "peak_estimated", "peak_allowed")),
+                f"{row['bytes_written'] / 1e9:.1f}",
+                {True: "yes", False: "NO"}.get(row.get("identical"), "not tried"),
+            ]
+            for row in rows
+        ],
+    )
+    return lines
+
+
+SECTIONS = {"cpu": cpu_section, "convert": convert_section, "trace": trace_section}
 
 
 def page() -> str:
