@@ -16,8 +16,9 @@ _UNSET = -(2**30) + 1  # marks integers that nothing has written
 def recompute_buffer(model: PreTrainedModel, name: str) -> Tensor:
     """Return the value that `model._init_weights` gives to the non-persistent buffer `name`.
 
-    transformers itself restores such buffers this way when it loads a checkpoint. The module is copied with real
-    buffers and without its parameters, so that nothing large is allocated.
+    transformers itself restores such buffers this way when it loads a checkpoint, with the method of the innermost
+    model around the module. The module is copied with real buffers and without its parameters, so that nothing large
+    is allocated.
 
     Raises:
         UnsupportedError: the model's code does not initialise the buffer.
@@ -31,7 +32,7 @@ def recompute_buffer(model: PreTrainedModel, name: str) -> Tensor:
     }
     twin._buffers = {key: None if value is None else _unset(value) for key, value in module._buffers.items()}
     with torch.no_grad():
-        model._init_weights(twin)
+        innermost_model(model, path)._init_weights(twin)
     value = twin._buffers[attribute]
     assert value is not None
     missing = value.isnan() if value.is_floating_point() else value == _UNSET
@@ -41,6 +42,13 @@ def recompute_buffer(model: PreTrainedModel, name: str) -> Tensor:
             where=type(module).__name__,
         )
     return value
+
+
+def innermost_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The deepest transformers model on the way to the module at `path`, itself included."""
+    names = path.split(".") if path else []
+    on_the_way = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    return next(module for module in reversed(on_the_way) if isinstance(module, PreTrainedModel))
 
 
 def _unset(like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import llmbuild.plugins.ops  # noqa: F401  (registers torch.ops.llmbuild)
@@ -23,28 +23,33 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
-def prepare(model: PreTrainedModel) -> int:
-    """Find out what each experts module computes between its linears. Returns how many such modules there are.
+def prepare(model: PreTrainedModel) -> str | None:
+    """Find out what each experts module computes between its linears.
 
     Call outside of any fake mode: the modules' gates are run on numbers.
 
+    Returns:
+        What the config says of experts that no module has behind transformers' interface; None when there are none.
+
     Raises:
-        UnsupportedError: a module does more than its linears and an activation, or an unknown activation; or the
-            config promises experts and no module has them behind transformers' interface.
+        UnsupportedError: a module does more than its linears and an activation, or an unknown activation.
     """
     found = 0
     for module in model.modules():
         if is_experts(module):
             setattr(module, _ACTIVATION, described(module))
             found += 1
+    return None if found else promised(model.config)
+
+
+def promised(config: Any) -> str | None:
+    """The config key that promises experts, in words; keys of configs inside it (`ffn_config`) included."""
     for key in _KEYS:
-        count = getattr(model.config, key, None)
-        if not found and isinstance(count, int) and count > 1:
-            raise UnsupportedError(
-                f"config key {key} = {count}: its experts are not behind transformers' experts interface",
-                where=type(model).__name__,
-            )
-    return found
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count > 1:
+            return f"config key {key} = {count}"
+    inner = (value for value in vars(config).values() if isinstance(value, PretrainedConfig))
+    return next((found for found in map(promised, inner) if found), None)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from llmbuild.builder.frontend import attention_hook, experts_hook
 from llmbuild.builder.frontend.contract import check_config
@@ -26,11 +27,13 @@ class FakeModel:
             the interface of transformers, else its own (`own_attention` finds it in the graph).
         ties: Name -> name of the parameter it shares its value with, as config and class say.
         mode: The fake mode its tensors belong to.
+        own_experts: What the config says of experts that the model's own code runs; None when there are none.
     """
 
     model: PreTrainedModel
     ties: dict[str, str]
     mode: FakeTensorMode
+    own_experts: str | None = None
 
 
 def build_fake_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> FakeModel:
@@ -43,7 +46,8 @@ def build_fake_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remo
     attention_hook.register()
     experts_hook.register()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with foreign_code(config), mode, torch.no_grad():
+    # Initial values mean nothing here, and some initialisers look at what they drew.
+    with foreign_code(config), mode, torch.no_grad(), no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -54,8 +58,7 @@ def build_fake_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remo
         if model._can_set_attn_implementation():
             model.set_attn_implementation(attention_hook.NAME)
         ties = _untie(model)
-    experts_hook.prepare(model)
-    return FakeModel(model, ties, mode)
+    return FakeModel(model, ties, mode, experts_hook.prepare(model))
 
 
 def _untie(model: PreTrainedModel) -> dict[str, str]:

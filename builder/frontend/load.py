@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from llmbuild.builder.frontend import hf_model, hf_tokenizer, rope_policy
+from llmbuild.builder.frontend import attention_chunks, hf_model, hf_tokenizer, rope_policy
 from llmbuild.builder.frontend.bind import Binding, bind
 from llmbuild.builder.frontend.buffers import recompute_buffer
 from llmbuild.builder.frontend.checkpoint import Checkpoint
+from llmbuild.builder.frontend.config_keys import OPTION, check_keys
 from llmbuild.builder.frontend.contract import is_attention, window_of
 from llmbuild.builder.frontend.fake_model import build_fake_model
 from llmbuild.builder.frontend.no_checkpoint import NoCheckpoint, promised
@@ -21,7 +22,7 @@ from llmbuild.builder.frontend.source import ModelSource
 from llmbuild.builder.frontend.source_files import hash_files
 from llmbuild.builder.frontend.trace import Trace, trace
 from llmbuild.builder.ir import Constant, LayerKV, ModelInfo, Program, Rewrite, WeightExpr
-from llmbuild.errors import ModelError
+from llmbuild.errors import ConfigError, ModelError
 
 Progress = Callable[[int, int, str], None]
 
@@ -33,6 +34,7 @@ def load_program(
     max_seq_len: int | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    ignore_config_keys: Collection[str] = (),
     dry: bool = False,
 ) -> Program:
     """Trace the model at `path` and bind its weights lazily.
@@ -44,6 +46,7 @@ def load_program(
             is exact.
         progress: Called as progress(done, total, label) between the stages.
         trust_remote_code: Run Python code found in the model directory.
+        ignore_config_keys: Keys of config.json that transformers does not know and that change nothing (`config_keys`).
         dry: Read headers only and hash nothing; a directory with nothing but config.json will do.
 
     Raises:
@@ -52,8 +55,9 @@ def load_program(
     """
     report = progress or (lambda done, total, label: None)
     report(0, 4, "reading headers")
-    source = open_source(path, trust_remote_code=trust_remote_code, dry=dry)
-    longest, choices = rope_policy.settle(source.config, max_seq_len)
+    source = open_source(path, trust_remote_code=trust_remote_code, ignore_config_keys=ignore_config_keys, dry=dry)
+    rope, chunks = rope_policy.settle(source.config, max_seq_len), attention_chunks.settle(source.config)
+    longest = min((limit for limit, _ in (rope, chunks) if limit is not None), default=None)
     report(1, 4, "binding weights")
     fake = build_fake_model(source.config, dtype, trust_remote_code=trust_remote_code)
     if isinstance(source.checkpoint, NoCheckpoint):
@@ -71,8 +75,10 @@ def load_program(
         kv_layers=_kv_layers(traced),
         tokenizer_files=source.tokenizer_files,
         rewrites=[
-            Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), list(binding.notices)),
-            Rewrite("attention ⇒ paged_attention", source.config.num_hidden_layers, [*choices, *traced.notices]),
+            Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), [*source.notices, *binding.notices]),
+            Rewrite(
+                "attention ⇒ paged_attention", source.config.num_hidden_layers, [*rope[1], *chunks[1], *traced.notices]
+            ),
         ],
     )
     _merge_aliases(program, traced, binding)
@@ -80,13 +86,18 @@ def load_program(
     return program
 
 
-def open_source(path: Path, *, trust_remote_code: bool = False, dry: bool = False) -> ModelSource:
+def open_source(
+    path: Path, *, trust_remote_code: bool = False, ignore_config_keys: Collection[str] = (), dry: bool = False
+) -> ModelSource:
     """Read everything at `path` except the weights' data. Raises as `load_program`."""
     if path.suffix == ".gguf":
+        if ignore_config_keys:
+            raise ConfigError("a GGUF file has no config.json", where=OPTION, hint="leave the option out")
         from llmbuild.builder.frontend.gguf_source import open_gguf  # needs the gguf package
 
         return open_gguf(path)
     config = hf_model.load_config(path, trust_remote_code=trust_remote_code)
+    notices = check_keys(hf_model.read_json(path / hf_model.CONFIG), config, ignore_config_keys)
     alone = dry and not any(path.glob("*.safetensors*")) and not any(path.glob("*.bin"))
     checkpoint: Checkpoint = NoCheckpoint() if alone else SafetensorsCheckpoint(path)
     named = [path / name for name in (hf_model.CONFIG, hf_model.GENERATION_CONFIG, *hf_tokenizer.FILES)]
@@ -98,6 +109,7 @@ def open_source(path: Path, *, trust_remote_code: bool = False, dry: bool = Fals
         generation=hf_model.load_generation_config(path),
         tokenizer_files=hf_tokenizer.tokenizer_files(path, trust_remote_code=trust_remote_code),
         files=tuple(sorted({*checkpoint.files, *small})),
+        notices=tuple(notices),
     )
 
 

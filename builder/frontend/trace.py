@@ -7,7 +7,7 @@ Tokens of all sequences of a step lie in one packed row; what separates them is 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from llmbuild.builder.frontend.buffers import recompute_buffer
 from llmbuild.builder.frontend.contract import check_attention, check_tokens_stay_apart, is_attention
+from llmbuild.builder.frontend.counted_positions import use_position_ids
 from llmbuild.builder.frontend.fake_model import FakeModel, foreign_code
 from llmbuild.builder.frontend.hf_model import longest_sequence
 from llmbuild.builder.frontend.in_place import is_composite_view, make_functional
@@ -80,6 +81,22 @@ def trace(fake: FakeModel) -> Trace:
     Raises:
         UnsupportedError: naming the module, op or source line that stands in the way.
     """
+    if fake.own_experts is None:
+        return _trace(fake)
+    try:
+        traced = _trace(fake)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{fake.own_experts}: its experts are not behind transformers' experts interface, and their own code "
+            "cannot be traced",
+            where=type(fake.model).__name__,
+            hint=error.what.splitlines()[0],
+        ) from error
+    notice = f"{fake.own_experts}: none behind transformers' interface; all that there are run for all tokens"
+    return replace(traced, notices=(*traced.notices, notice))
+
+
+def _trace(fake: FakeModel) -> Trace:
     sizes = (_EXAMPLE_TOKENS, _EXAMPLE_TOKENS, _EXAMPLE_LOGITS)
     config = fake.model.config
     with foreign_code(config), pinned(fake.model), torch.no_grad():
@@ -104,6 +121,7 @@ def trace(fake: FakeModel) -> Trace:
         names = {placeholder: name for placeholder, name in names.items() if placeholder in left}
         literals = {name: value for name, value in literals.items() if name in left} | captured.slopes
         notices = captured.notices
+    use_position_ids(graph)
     check_attention(graph, config)
     check_tokens_stay_apart(graph)
     return Trace(graph, names, literals, tuple(notices))

@@ -79,6 +79,14 @@ PERMUTES = (
     aten.moveaxis.intlist,
 )
 SPLITS = (aten.split.Tensor, aten.split.sizes, aten.chunk.default, aten.tensor_split.sections)
+ALIASES = {
+    aten.concat.default: aten.cat.default,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.multiply.Scalar: aten.mul.Scalar,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.true_divide.Tensor: aten.div.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor,
+}
 SPELLED = frozenset(  # composite ops that need not be taken apart before
     (*PASS_THROUGH, *SIZE_ONLY, *PERMUTES, *SPLITS, aten.narrow.default, aten.expand_as.default)
 )
@@ -120,8 +128,8 @@ def simpler(node: fx.Node) -> fx.Node | None:
     """Return a simpler node that equals `node`, or None."""
     if node.target is operator.getitem:
         return single_split(node)
-    if is_call(node, aten.concat.default):
-        return call(node, aten.cat.default, *arguments(node))
+    if node.target in ALIASES:
+        return call(node, ALIASES[node.target], *node.args, **node.kwargs)
     if is_call(node, aten.cat.default):
         return simpler_cat(node)
     if is_call(node, aten.expand_as.default):
@@ -238,8 +246,11 @@ def simpler_split(node: fx.Node, source: fx.Node) -> fx.Node | None:
 
 
 def single_split(node: fx.Node) -> fx.Node | None:
-    """getitem(split(x, [everything]), 0) => x."""
+    """getitem(split(x, [everything]), 0) => x; getitem(broadcast_tensors([x, y]), 1) => y of that shape already."""
     split: Any = arg(node, 0)
+    if is_call(split, aten.broadcast_tensors.default):
+        source: fx.Node = arg(split, 0)[arg(node, 1)]
+        return source if size(source) == size(node) else None
     if is_call(split, aten.split_with_sizes.default) and len(arg(split, 1)) == 1:
         return arg(split, 0)
     return None

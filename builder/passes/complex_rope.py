@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from llmbuild.builder.ir import Program, Rewrite, source_line
-from llmbuild.builder.passes.edit import arg, arguments, axis, call, describe, is_call, rank, replace, size
+from llmbuild.builder.passes.edit import arg, arguments, axis, call, describe, dtype, is_call, rank, replace, size
 from llmbuild.builder.passes.matcher import Declined
 
 aten = torch.ops.aten
 
 # Ops on a table of complex numbers that may as well be done on its real and imaginary parts.
+SAME = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default)
 LAYOUT = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor)
 
 
@@ -71,6 +72,8 @@ def part(before: fx.Node, table: Any, trig: Any) -> fx.Node:
         return call(before, aten.mul.Tensor, part(before, table.args[0], trig), table.args[1])
     if is_call(table, aten.mul.Tensor) and not table.args[1].meta["val"].is_complex():
         return call(before, aten.mul.Tensor, part(before, table.args[0], trig), table.args[1])
+    if is_call(table, *SAME) and dtype(table) == dtype(table.args[0]):
+        return part(before, table.args[0], trig)
     if is_call(table, *LAYOUT):
         if is_call(table, aten.slice.Tensor) and axis(arguments(table)[1], rank(table)) == rank(table) - 1:
             raise Declined(f"takes a part of the frequencies: {describe(table)}")

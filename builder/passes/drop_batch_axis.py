@@ -61,6 +61,9 @@ def without_axis(node: fx.Node, flat: dict[fx.Node, fx.Node]) -> fx.Node | None:
     if is_call(node, aten.reshape.default) and (arg(node, 0) in flat or size(arg(node, 0))[0] != 1):
         source: Any = arg(node, 0)
         return call(node, aten.reshape.default, flat.get(source, source), list(arg(node, 1)[1:]))
+    if is_call(node, aten.select.int) and axis(arg(node, 1), rank(node) + 1) == 0:  # one of several streams [n, 1, ..]
+        inside = call(node, aten.select.int, arg(node, 0), 1, 0)
+        return call(node, aten.select.int, inside, 0, arg(node, 2))
     carriers = row_carriers(node)
     if carriers is None or not any(carrier in flat for carrier in carriers):
         return None

@@ -148,6 +148,7 @@ RULES: dict[Any, Rule] = {
     aten.mean.dim: spares_axis_0(1),
     aten.sum.dim_IntList: spares_axis_0(1),
     aten.amax.default: spares_axis_0(1),
+    aten.std.dim: spares_axis_0(1),
     aten.softmax.int: spares_axis_0(1),
     aten.topk.default: spares_axis_0(2),
     aten.slice.Tensor: spares_axis_0(1),

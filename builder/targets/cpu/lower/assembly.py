@@ -46,10 +46,12 @@ def same_shape(node: fx.Node) -> str | None:
 
 def slice_scatter(e: Emitter, node: fx.Node) -> str:
     """base[.., start:end, ..] = source, as base[..:start] | source | base[end:..]"""
-    base, source, dim, start, end, _ = arguments(node)
+    base, source, dim, start, end, step = arguments(node)
     where = axis(dim, rank(base))
     width = int(size(base)[where])
     start, end = start or 0, width if end is None else min(end, width)
+    if step != 1:
+        return overwrite(e, e.tensor(base), e.tensor(source), range(start, end, step), where, width)
     whole, parts = e.tensor(base), [e.tensor(source)]
     if start > 0:
         parts.insert(0, e.op("Slice", whole, e.ints(0), e.ints(start), e.ints(where)))
@@ -58,11 +60,34 @@ def slice_scatter(e: Emitter, node: fx.Node) -> str:
     return parts[0] if len(parts) == 1 else e.op("Concat", *parts, axis=where)
 
 
+def overwrite(e: Emitter, base: str, source: str, places: range, where: int, width: int) -> str:
+    """base with `places` of an axis taken from source, in order: both below each other, then picked by number."""
+    rows = list(range(width))
+    for number, place in enumerate(places):
+        rows[place] = width + number
+    return e.op("Gather", e.op("Concat", base, source, axis=where), e.ints(*rows), axis=where)
+
+
+def select_scatter(e: Emitter, node: fx.Node) -> str:
+    """base[.., index, ..] = source"""
+    base, source, dim, index = arguments(node)
+    where = axis(dim, rank(base))
+    width = int(size(base)[where])
+    row = e.op("Unsqueeze", e.tensor(source), e.ints(where))
+    index = axis(index, width)
+    return overwrite(e, e.tensor(base), row, range(index, index + 1), where, width)
+
+
+def fixed_axis(node: fx.Node) -> str | None:
+    base, _, dim, _ = arguments(node)
+    return None if isinstance(size(base)[axis(dim, rank(base))], int) else "it fills one of the tokens"
+
+
 def fixed_slice(node: fx.Node) -> str | None:
     base, _, dim, start, end, step = arguments(node)
     if not isinstance(size(base)[axis(dim, rank(base))], int):
         return "it fills a slice of the tokens"
-    if any(bound is not None and not isinstance(bound, int) for bound in (start, end)) or step != 1:
+    if any(bound is not None and not isinstance(bound, int) for bound in (start, end, step)):
         return f"its bounds {start}:{end}:{step} are not constants"
     return None if (start or 0) >= 0 and (end is None or end >= 0) else f"its bounds {start}:{end} count from the end"
 
@@ -71,4 +96,5 @@ RULES: dict[Any, Rule] = {
     aten.new_empty.default: Rule(new_empty, known_axes),
     aten.copy.default: Rule(copy, same_shape),
     aten.slice_scatter.default: Rule(slice_scatter, fixed_slice),
+    aten.select_scatter.default: Rule(select_scatter, fixed_axis),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from llmbuild.builder.passes.edit import arguments, axis, dtype, rank
+from llmbuild.builder.passes.edit import arguments, axis, dtype, rank, size
 from llmbuild.builder.targets.cpu.emitter import CONTRIB, Emitter
 from llmbuild.builder.targets.cpu.lower.rule import Rule, operand
 
@@ -58,6 +59,11 @@ def expm1(e: Emitter, node: fx.Node) -> str:
     return e.op("Sub", unary(e, node, "Exp"), e.constant(1, np.float32))
 
 
+def log1p(e: Emitter, node: fx.Node) -> str:
+    """log(1 + x), with the absolute error of float32 near 0, as `expm1`."""
+    return e.op("Log", e.op("Add", operand(e, node.args[0], dtype(node)), e.constant(1, np.float32)))
+
+
 def square(e: Emitter, node: fx.Node) -> str:
     x = operand(e, node.args[0], dtype(node))
     return e.op("Mul", x, x)
@@ -102,6 +108,12 @@ def gated_activation(e: Emitter, node: fx.Node) -> str:
     return e.op("Mul", activate(e, e.tensor(gate), name), e.tensor(up))
 
 
+def plain_softplus(node: fx.Node) -> str | None:
+    """torch goes over to x itself above a threshold; from 20 on the two are one number in float32."""
+    _, beta, threshold = arguments(node)
+    return None if beta == 1 and threshold >= 20 else f"beta={beta}, threshold={threshold}"
+
+
 def clamp(e: Emitter, node: fx.Node) -> str:
     x, low, high = arguments(node)[:3]
     name = operand(e, x, dtype(node))
@@ -119,6 +131,21 @@ def reduce(e: Emitter, node: fx.Node, kind: str) -> str:
     source, dims, keep = arguments(node)[:3]
     axes = e.ints(*(axis(dim, rank(source)) for dim in dims))
     return e.op(kind, operand(e, source, dtype(node)), axes, keepdims=int(keep))
+
+
+def logic(e: Emitter, node: fx.Node, kind: str) -> str:
+    return e.op(kind, *(operand(e, side, torch.bool) for side in node.args[:2]))
+
+
+def standard_deviation(e: Emitter, node: fx.Node) -> str:
+    """The root of the sum of squared distances from the mean, divided by their number less one."""
+    source, dims, unbiased, keep = arguments(node)
+    axes = e.ints(*(axis(dim, rank(source)) for dim in dims))
+    count = math.prod(int(size(source)[dim]) for dim in dims)
+    x = operand(e, source, dtype(node))
+    distance = e.op("Sub", x, e.op("ReduceMean", x, axes, keepdims=1))
+    squares = e.op("ReduceSum", e.op("Mul", distance, distance), axes, keepdims=int(keep))
+    return e.op("Sqrt", e.op("Div", squares, e.constant(count - int(unbiased), np.float32)))
 
 
 def over_channels(node: fx.Node) -> str | None:
@@ -146,6 +173,10 @@ UNARY = {
     aten.ceil.default: "Ceil",
     aten.logical_not.default: "Not",
 }
+LOGIC = {
+    aten.logical_and.default: "And",
+    aten.logical_or.default: "Or",
+}
 BINARY = {
     aten.mul.Tensor: "Mul",
     aten.mul.Scalar: "Mul",
@@ -171,6 +202,7 @@ ACTIVATIONS = {
 RULES: dict[Any, Rule] = {
     **{op: Rule(partial(unary, kind=kind)) for op, kind in UNARY.items()},
     **{op: Rule(partial(binary, kind=kind)) for op, kind in BINARY.items()},
+    **{op: Rule(partial(logic, kind=kind)) for op, kind in LOGIC.items()},
     **{op: Rule(partial(activation, name=name)) for op, name in ACTIVATIONS.items()},
     aten.add.Tensor: Rule(partial(binary, kind="Add"), plain_alpha),
     aten.add.Scalar: Rule(partial(binary, kind="Add"), plain_alpha),
@@ -181,11 +213,16 @@ RULES: dict[Any, Rule] = {
     aten.rsqrt.default: Rule(rsqrt),
     aten.square.default: Rule(square),
     aten.expm1.default: Rule(expm1),
+    aten.log1p.default: Rule(log1p),
     aten.pow.Tensor_Scalar: Rule(power),
     aten.gelu.default: Rule(gelu),
+    aten.softplus.default: Rule(partial(unary, kind="Softplus"), plain_softplus),
     aten.clamp.default: Rule(clamp),
     aten.clamp.Tensor: Rule(clamp),
     aten.where.self: Rule(where),
+    aten.where.ScalarOther: Rule(where),
+    aten.where.ScalarSelf: Rule(where),
+    aten.std.dim: Rule(standard_deviation, over_channels),
     aten.mean.dim: Rule(partial(reduce, kind="ReduceMean"), over_channels),
     aten.sum.dim_IntList: Rule(partial(reduce, kind="ReduceSum"), over_channels),
     aten.amax.default: Rule(partial(reduce, kind="ReduceMax"), over_channels),

@@ -130,6 +130,21 @@ def repeat_interleave(e: Emitter, node: fx.Node) -> str:
     return reshape(e, e.op("Expand", name, e.ints(*ones)), *dims)
 
 
+def repeat(e: Emitter, node: fx.Node) -> str:
+    """The whole tensor several times along each axis; more factors than axes add axes in front."""
+    source, factors = arguments(node)
+    name = e.tensor(source)
+    added = len(factors) - rank(source)
+    if added:
+        name = e.op("Unsqueeze", name, e.ints(*range(added)))
+    return e.op("Tile", name, e.ints(*factors))
+
+
+def fixed_factors(node: fx.Node) -> str | None:
+    factors: Any = node.args[1]
+    return None if all(isinstance(factor, int) for factor in factors) else f"it repeats {factors} times"
+
+
 def index(e: Emitter, node: fx.Node) -> str:
     source, indices = node.args
     where = next(i for i, item in enumerate(indices) if item is not None)  # type: ignore[arg-type]
@@ -194,6 +209,7 @@ RULES: dict[Any, Rule] = {
     aten.stack.default: Rule(stack),
     aten.expand.default: Rule(expand, fixed_expansion),
     aten.repeat_interleave.self_int: Rule(repeat_interleave, one_symbol),
+    aten.repeat.default: Rule(repeat, fixed_factors),
     aten.index.Tensor: Rule(index, one_index),
     aten.index_select.default: Rule(index_select),
 }
