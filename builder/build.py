@@ -57,6 +57,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
             max_seq_len=config.max_seq_len,
             progress=under("trace", progress),
             trust_remote_code=config.trust_remote_code,
+            ignore_config_keys=config.ignore_config_keys,
         )
     limits = resolve_limits(config, program.info, notes)
     nodes_traced = len(program.graph.nodes)

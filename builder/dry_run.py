@@ -82,6 +82,7 @@ def dry_run(config: BuildConfig) -> DryRun:
         dtype=dtype,
         max_seq_len=config.max_seq_len,
         trust_remote_code=config.trust_remote_code,
+        ignore_config_keys=config.ignore_config_keys,
         dry=True,
     )
     resolve_limits(config, program.info, notes)

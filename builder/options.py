@@ -40,6 +40,7 @@ class BuildConfig:
         trust_remote_code: Run Python code that comes with the model directory.
         max_memory: Bytes, or a size such as "4GiB": the build stops before it reads weights when it would need more.
             It changes nothing else, and is not written into the engine.
+        ignore_config_keys: Keys of config.json that transformers does not know, and that you know to change nothing.
 
     Raises:
         ConfigError: A limit is not positive, or max_memory is not a size.
@@ -56,6 +57,7 @@ class BuildConfig:
     force: bool = False
     trust_remote_code: bool = False
     max_memory: int | str | None = None
+    ignore_config_keys: tuple[str, ...] = ()
 
     @property
     def memory_limit(self) -> int | None:

@@ -10,6 +10,8 @@ from llmbuild.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The same weights once more, in other forms that repositories carry beside the one that is read.
+OTHER_LAYOUTS = ("*.safetensors", INDEX, "original", "*.pth", "*.pt", "*.bin", "*.h5", "*.msgpack", "*.gguf")
 
 
 class SafetensorsCheckpoint:
@@ -34,8 +36,9 @@ class SafetensorsCheckpoint:
             self.files = (index, *sorted({tensor.file for tensor in self._tensors.values()}))
         else:
             raise _no_weights(directory)
-        ignored = sorted(set(directory.glob("*.safetensors")) - set(self.files))
-        self.notices: tuple[str, ...] = tuple(f"ignored {file.name}: not part of the checkpoint" for file in ignored)
+        ignored = sorted({file for pattern in OTHER_LAYOUTS for file in directory.glob(pattern)} - set(self.files))
+        names = [file.name + "/" * file.is_dir() for file in ignored]
+        self.notices: tuple[str, ...] = tuple(f"ignored {name}: not part of the checkpoint" for name in names)
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._tensors))

@@ -24,6 +24,7 @@ class ModelSource:
         tokenizer_files: For `Program.tokenizer_files`.
         files: Every file read.
         rope_factors: Divisors of the rotary frequencies [D/2] that the config cannot express, or None.
+        notices: Facts about the config for the report.
     """
 
     name: str
@@ -33,3 +34,4 @@ class ModelSource:
     tokenizer_files: dict[str, bytes]
     files: tuple[Path, ...]
     rope_factors: Tensor | None = None
+    notices: tuple[str, ...] = ()

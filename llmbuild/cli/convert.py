@@ -61,6 +61,13 @@ def convert(
         str | None,
         typer.Option(metavar="SIZE", help="Stop early if more memory is needed: 4GiB, 4G (the same), 4GB, 500M."),
     ] = None,
+    ignore_config_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Ignore a key of config.json that transformers does not know. May be given several times.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Trace, fuse and check only; reads no weights. MODEL may be config.json alone."),
@@ -87,6 +94,7 @@ def convert(
             force=force,
             trust_remote_code=trust_remote_code,
             max_memory=max_memory,
+            ignore_config_keys=tuple(ignore_config_key or ()),
         )
         if dry_run:
             _dry_run(config, as_json=as_json)

@@ -52,7 +52,14 @@ class Seams:
         self.recipe: Any = None
 
     def load_program(
-        self, path: Path, *, dtype: Any, max_seq_len: int | None, progress: Any, trust_remote_code: bool
+        self,
+        path: Path,
+        *,
+        dtype: Any,
+        max_seq_len: int | None,
+        progress: Any,
+        trust_remote_code: bool,
+        ignore_config_keys: tuple[str, ...] = (),
     ) -> Program:
         self._call("load")
         progress(1, 1, "tracing")

@@ -123,6 +123,46 @@ def test_untied_head_must_be_stored(directory):
     assert "tie_word_embeddings = false" in str(caught.value)
 
 
+def without_key(directory, key):
+    config = json.loads((directory / "config.json").read_text())
+    del config[key]
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", ["gemma", "llama"])
+def test_a_config_that_says_nothing_follows_its_class(family, tmp_path):
+    """GemmaConfig ties by default, LlamaConfig does not."""
+    directory = save_tiny(tiny_model(family, tie_word_embeddings=True), tmp_path, tokenizer=False)
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    without_key(directory, "tie_word_embeddings")
+    if family == "gemma":
+        program = load(directory)
+        assert len(program.placeholder("model_embed_tokens_weight").users) == 2
+    else:
+        with pytest.raises(ModelError, match=r"missing from the checkpoint: lm_head\.weight"):
+            load(directory)
+
+
+def test_untied_weights_are_never_shared(directory):
+    """Equal values or not: what config.json calls untied stays two weights."""
+    edit_weights(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    program = load(directory)
+    assert {"lm_head_weight", "model_embed_tokens_weight"} <= set(program.weights)
+    assert program.weights["lm_head_weight"].sources() == {"lm_head.weight"}
+
+
+def test_the_index_is_checked_before_any_work(directory, monkeypatch):
+    """A missing shard stops the build before the model is made, not when its tensor is read."""
+    from llmbuild.builder.frontend import load as loading
+
+    (directory / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(loading, "build_fake_model", lambda *_, **__: pytest.fail("the model was made"))
+    with pytest.raises(ModelError, match=r"missing shard: model-00001-of-00002\.safetensors"):
+        load(directory)
+
+
 def test_tied_by_config_and_stored_once(directory):
     edit_weights(directory, lambda tensors: tensors.pop("lm_head.weight"))
     edit_config(directory, tie_word_embeddings=True)

@@ -65,7 +65,21 @@ def test_shards_are_found_through_the_index(tmp_path):
 def test_duplicate_layouts_are_ignored_with_a_notice(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     save_file(TENSORS, tmp_path / "consolidated.safetensors")
-    assert SafetensorsCheckpoint(tmp_path).notices == ("ignored consolidated.safetensors: not part of the checkpoint",)
+    (tmp_path / "original").mkdir()
+    for name in ("original/consolidated.00.pth", "pytorch_model.bin", "consolidated.00.pth", "m.Q4_0.gguf"):
+        (tmp_path / name).write_bytes(b"never read")
+    write_index(tmp_path, {"a": "gone.safetensors"})  # one file is the checkpoint: the index is left over
+    assert SafetensorsCheckpoint(tmp_path).notices == tuple(
+        f"ignored {name}: not part of the checkpoint"
+        for name in (
+            "consolidated.00.pth",
+            "consolidated.safetensors",
+            "m.Q4_0.gguf",
+            "model.safetensors.index.json",
+            "original/",
+            "pytorch_model.bin",
+        )
+    )
 
 
 def test_missing_shard_is_named(tmp_path):
