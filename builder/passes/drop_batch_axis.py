@@ -52,6 +52,11 @@ def removes_axis(node: fx.Node) -> bool:
     return is_call(node, aten.squeeze.dim) and arg(node, 1) == 0
 
 
+def takes_stream(node: fx.Node) -> bool:
+    """Whether `node` takes one of several tensors [1, ..] that are stacked as [n, 1, ..]."""
+    return is_call(node, aten.select.int) and axis(arg(node, 1), rank(node) + 1) == 0 and size(arg(node, 0))[0] != 1
+
+
 def without_axis(node: fx.Node, flat: dict[fx.Node, fx.Node]) -> fx.Node | None:
     """Return a new node that computes `node` without its leading axis of 1, or None."""
     if node.op != "call_function" or "val" not in node.meta or not has_axis(node):
@@ -61,7 +66,7 @@ def without_axis(node: fx.Node, flat: dict[fx.Node, fx.Node]) -> fx.Node | None:
     if is_call(node, aten.reshape.default) and (arg(node, 0) in flat or size(arg(node, 0))[0] != 1):
         source: Any = arg(node, 0)
         return call(node, aten.reshape.default, flat.get(source, source), list(arg(node, 1)[1:]))
-    if is_call(node, aten.select.int) and axis(arg(node, 1), rank(node) + 1) == 0:  # one of several streams [n, 1, ..]
+    if takes_stream(node):
         inside = call(node, aten.select.int, arg(node, 0), 1, 0)
         return call(node, aten.select.int, inside, 0, arg(node, 2))
     carriers = row_carriers(node)

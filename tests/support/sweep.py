@@ -36,18 +36,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-# Kinds of models that transformers calls causal language models and that are refused, with the reason.
-REFUSED: dict[str, str] = {
-    "mamba": "recurrent state instead of attention",
-    "qwen3_next": "recurrent state (linear attention) in some layers",
-    "diffllama": "attends twice in a layer",
-    "doge": "a mask computed from the values of the tokens",
-    "modernbert-decoder": "its code looks at token positions as Python numbers",
-    "hrm_text": "layers that run several times",
-    "jetmoe": "a mixture of attention heads, and experts of its own",
-    "bert": "attention is not causal",
-    "t5": "an encoder and cross-attention",
-}
+# How many families that is: layouts of one family count once.
+FAMILY_COUNT = len({**FAMILIES, **MOE_FAMILIES})
 SWEEP = (*FAMILIES, *MOE_FAMILIES, *VARIANTS)
 PROMPT_LENGTHS = (1, 7, 16, 41)  # one token; across the window of 6; a whole block; across chunks of 24 and blocks
 MAX_TOKENS = 12

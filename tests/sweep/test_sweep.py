@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig
 
-from llmbuild.builder.frontend.fake_model import build_fake_model
-from llmbuild.builder.frontend.trace import trace
-from llmbuild.errors import UnsupportedError
-from support.sweep import REFUSED, SWEEP, run
+from support.sweep import FAMILY_COUNT, SWEEP, run
 
 # Families of the default run: one for each way in which attention, positions, norms, experts and layouts differ.
 QUICK = {
@@ -64,10 +59,5 @@ def test_family(name: str, tmp_path: Path) -> None:
     assert (ropes == 0) if name in NO_ROPE else (ropes >= 2)
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_the_rest_is_refused_by_name(family: str) -> None:
-    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=64)
-    config = AutoConfig.for_model(family, **sizes)
-    with pytest.raises(UnsupportedError) as caught:
-        trace(build_fake_model(config, torch.float32))
-    assert len(caught.value.what) > 10 and "TypeError" not in caught.value.what
+def test_at_least_64_families() -> None:
+    assert FAMILY_COUNT >= 64
