@@ -15,6 +15,7 @@ from llmbuild.builder.targets.cpu import native_library
 from llmbuild.builder.targets.cpu.emitter import NATIVE
 from llmbuild.builder.targets.cpu.layouts import Blocks, native_records
 from llmbuild.builder.targets.cpu.lower.linear import weight_attributes
+from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.plugins.ops import activate, dequantize_blockwise
 
@@ -65,24 +66,13 @@ def random_weight(
     """A random weight in blocks and the float32 matrix it stands for. Scales are float16 values."""
     random = np.random.default_rng(seed)
     blocks = -(-columns // block)
-    q = random.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
+    end = 64 if source == "Q6_K" else 1 << bits
+    q = random.integers(0, end, (rows, columns)).astype(np.uint8)
     scale = random.uniform(0.01, 0.1, (rows, blocks)).astype(np.float16).astype(np.float32)
     minimum = random.uniform(-0.5, 0.5, (rows, blocks)).astype(np.float16).astype(np.float32) if offset else None
     weight = Blocks("w", rows, columns, bits, block, zero, offset, source, lambda: (q, scale, minimum))
     tensors = [None if array is None else torch.from_numpy(array) for array in (q, scale, minimum)]
     return weight, dequantize_blockwise(*tensors, block, zero).numpy()
-
-
-# The largest integer that an activation becomes, by the bits of the weight (native/activations.h).
-LARGEST = {4: 127 * 257, 8: 63 * 129}
-
-
-def exact_activations(rows: int, columns: int, block: int, bits: int, seed: int = 1) -> np.ndarray:
-    """Activations that the operators hold exactly: multiples of 1/64, each block's largest being LARGEST / 64."""
-    random = np.random.default_rng(seed)
-    values = random.integers(-LARGEST[bits], LARGEST[bits] + 1, (rows, columns))
-    values[:, ::block] = LARGEST[bits]
-    return (values / 64).astype(np.float32)
 
 
 LINEARS = {
@@ -97,10 +87,12 @@ LINEARS = {
 
 
 @pytest.mark.parametrize("form", LINEARS)
-@pytest.mark.parametrize("rows, n, k", [(1, 16, 64), (2, 13, 96), (5, 40, 72), (37, 24, 256), (1, 8, 17000)])
+@pytest.mark.parametrize(
+    "rows, n, k", [(1, 16, 64), (2, 13, 96), (5, 40, 72), (37, 24, 256), (209, 40, 64), (1, 72, 96), (1, 8, 17000)]
+)
 def test_block_linear(library: Path, form: str, rows: int, n: int, k: int) -> None:
     weight, dense = random_weight(n, k, **LINEARS[form])
-    x = exact_activations(rows, k, min(weight.block_size, 32), weight.bits)
+    x = np.random.default_rng(1).normal(size=(rows, k)).astype(np.float32)
     bias = np.random.default_rng(2).normal(size=n).astype(np.float32)
     got = run(
         library,
@@ -110,38 +102,24 @@ def test_block_linear(library: Path, form: str, rows: int, n: int, k: int) -> No
     )
     expected = x.astype(np.float64) @ dense.T.astype(np.float64) + bias
     magnitude = np.abs(x.astype(np.float64)) @ np.abs(dense.T.astype(np.float64))
-    assert (np.abs(got - expected) / magnitude).max() < 2e-7
+    assert (np.abs(got - expected) / magnitude).max() < 5e-7
 
 
-def test_block_linear_is_the_same_alone_and_in_a_batch(library: Path) -> None:
-    weight, _ = random_weight(48, 96, **LINEARS["Q4_1"])
-    x = np.random.default_rng(3).normal(size=(21, 96)).astype(np.float32)
+@pytest.mark.parametrize("form", LINEARS)
+def test_a_row_of_block_linear_does_not_depend_on_the_others(library: Path, form: str) -> None:
+    """Among several rows a row's result is the same wherever it stands; a single row takes another way to it."""
+    weight, _ = random_weight(56, 256, **LINEARS[form])
+    x = np.random.default_rng(3).normal(size=(101, 256)).astype(np.float32)
     records = native_records(weight)
-    together = run(library, "BlockLinear", {"x": x, "w": records}, **weight_attributes(weight))
-    for m in (0, 7, 20):
-        alone = run(library, "BlockLinear", {"x": x[m : m + 1], "w": records}, **weight_attributes(weight))
-        assert np.array_equal(alone[0], together[m])
 
+    def rows(begin: int, end: int) -> np.ndarray:
+        return run(library, "BlockLinear", {"x": x[begin:end], "w": records}, **weight_attributes(weight))
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
-def test_block_linear_rounds_activations_as_it_says(library: Path, form: str) -> None:
-    """Every activation is off by at most half a step, a step being its block's largest over LARGEST."""
-    weight, dense = random_weight(64, 256, **LINEARS[form])
-    x = np.random.default_rng(4).normal(size=(3, 256)).astype(np.float32)
-    got = run(library, "BlockLinear", {"x": x, "w": native_records(weight)}, **weight_attributes(weight))
-    expected = x.astype(np.float64) @ dense.T
-    half_steps = np.abs(x).reshape(3, -1, 32).max(-1).repeat(32, -1) / LARGEST[weight.bits] / 2
-    error = np.abs(got - expected)
-    assert (error <= half_steps @ np.abs(dense).T * 1.01).all()
-    assert error.max() > 1e-6
-
-
-def test_zero_activations(library: Path) -> None:
-    weight, _ = random_weight(8, 64, **LINEARS["Q4_1"])
-    x = np.zeros((2, 64), np.float32)
-    x[1, 3] = 1e-40  # a denormal: its block counts as zeros
-    got = run(library, "BlockLinear", {"x": x, "w": native_records(weight)}, **weight_attributes(weight))
-    assert np.array_equal(got, np.zeros((2, 8), np.float32))
+    together = rows(0, 101)
+    for begin, end in ((0, 2), (5, 8), (90, 101)):
+        assert np.array_equal(rows(begin, end), together[begin:end])
+    for m in (0, 5, 96, 100):
+        np.testing.assert_allclose(rows(m, m + 1)[0], together[m], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", LINEARS)
@@ -150,6 +128,12 @@ def test_block_embedding(library: Path, form: str) -> None:
     ids = np.array([0, 20, 7, 8, 7], np.int32)
     got = run(library, "BlockEmbedding", {"ids": ids, "w": native_records(weight)}, **weight_attributes(weight))
     assert np.abs(got - dense[ids]).max() < 1e-6
+
+
+def test_a_zero_point_that_makes_signed_bytes_overflow_is_refused() -> None:
+    weight, _ = random_weight(8, 64, bits=8, block=32, zero=32, offset=False, source="int8")
+    with pytest.raises(UnsupportedError, match=r"w: q - zero reaches \d+, which no signed byte holds"):
+        native_records(weight)
 
 
 def test_block_embedding_refuses_ids_outside_the_table(library: Path) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 
 from llmbuild.builder.ir import BlockPart, Program
 from llmbuild.builder.weights import PIECE
+from llmbuild.errors import UnsupportedError
 from llmbuild.quantization.blocks import BlockTensor
 
 Array = npt.NDArray[Any]
@@ -199,8 +200,16 @@ def native_block(weight: Blocks) -> int:
 
 
 def native_records(weight: Blocks) -> Array:
-    """Return uint8 [tiles, blocks, record_bytes], the layout that native/block_weight.h describes."""
+    """Return uint8 [tiles, blocks, record_bytes], the layout that native/block_weight.h describes.
+
+    Raises:
+        UnsupportedError: q - zero does not fit the signed bytes that native/block_unpack.h computes.
+    """
     q, scale, offset = weight.load()
+    if weight.bits == 8 and weight.zero not in (0, 128):
+        most = max(int(q.max()) - weight.zero, weight.zero - int(q.min()) - 1)
+        if most > 127:
+            raise UnsupportedError(f"{weight.name}: q - zero reaches {most}, which no signed byte holds")
     block = native_block(weight)
     blocks = -(-weight.columns // block)
     tiles = -(-weight.rows // 8)

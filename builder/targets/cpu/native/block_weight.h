@@ -40,3 +40,16 @@ inline __m256 load_scales(const uint8_t* p, bool wide) {
   if (wide) return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+
+// Writes the results of one tile for row m of y [.., rows], those beyond the last row left out.
+inline void store_tile(const BlockWeight& w, __m256 values, const float* bias, int64_t tile, int64_t m, float* y) {
+  const int64_t n = 8 * tile, valid = w.rows - n < 8 ? w.rows - n : 8;
+  float* out = y + m * w.rows + n;
+  if (valid == 8) {
+    if (bias != nullptr) values = _mm256_add_ps(values, _mm256_loadu_ps(bias + n));
+    return _mm256_storeu_ps(out, values);
+  }
+  alignas(32) float each[8];
+  _mm256_store_ps(each, values);
+  for (int64_t j = 0; j < valid; ++j) out[j] = each[j] + (bias != nullptr ? bias[n + j] : 0.0f);
+}

@@ -144,7 +144,7 @@ class BlockExpertLinear : BlockLinear {
 
   void product(ort::Context& c, const Routing& r, const float* const* x, const uint8_t* weight, const float* bias, float* y) {
     x_.allocate(r.pairs);
-    c.parallel(r.pairs, [&](int64_t p) { x_.quantize(p, x[p]); });
+    c.parallel(r.pairs, [&](int64_t p) { x_.set(p, x[p]); });
     each_slice(c, r, w_.tiles(), w_.tile_bytes, [&](int64_t h, int64_t begin, int64_t end) {
       const int64_t expert = r.hit[h];
       const uint8_t* tiles = weight + expert * w_.tiles() * w_.tile_bytes;
