@@ -93,8 +93,7 @@ def block_linear(e: Emitter, x: str, weight: Blocks, bias: str) -> str:
 def records(e: Emitter, weight: Blocks) -> str:
     """Declare a weight in the layout of native/, once, whoever reads it."""
     shape = (-(-weight.rows // 8), -(-weight.columns // native_block(weight)), record_bytes(weight))
-    pieces = lambda: (native_records(piece) for piece in weight.pieces())  # noqa: E731
-    entry = Entry(shape, np.dtype(np.uint8), pieces, weight.source)
+    entry = Entry(shape, np.dtype(np.uint8), lambda: map(native_records, weight.pieces()), weight.source)
     return e.external_once(f"{weight.name}.records", entry)
 
 
@@ -171,7 +170,7 @@ def external(
     storage: str | None = None,
 ) -> str:
     """Declare an initializer made of a weight's pieces; `load` gives the bytes of one, in order."""
-    entry = Entry(shape, np.dtype(dtype), lambda: (load(piece) for piece in weight.pieces()), storage or weight.source)
+    entry = Entry(shape, np.dtype(dtype), lambda: map(load, weight.pieces()), storage or weight.source)
     return e.external_once(f"{weight.name}.{part}", entry)
 
 
