@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -97,19 +96,8 @@ def test_float32_logits(engines: dict[str, Path], prompts: list[list[int]], refe
 def test_default_engine_gives_the_float32_tokens(
     engines: dict[str, Path], prompts: list[list[int]], float32_tokens: list[list[int]]
 ):
-    """The same weights, kept in their blocks: only the rounding of activations differs.
-
-    It may turn a near tie: the float32 engine's best two tokens were then less than 0.001 apart, of logits around 15.
-    """
-    served = serve(engines["gguf"], prompts, MAX_TOKENS).tokens
-    differing = [index for index in range(len(prompts)) if served[index] != float32_tokens[index]]
-    assert len(differing) <= 1
-    for index in differing:
-        step = next(i for i in range(MAX_TOKENS) if served[index][i] != float32_tokens[index][i])
-        alone = serve(engines["none"], [prompts[index]], MAX_TOKENS)
-        logits = [rows[-1] for _, rows in alone.logits if len(rows)][step]
-        second, best = np.sort(logits)[-2:]
-        assert best - second < 1e-3, PROMPTS[index]
+    """The same weights, kept in their blocks and unpacked on the way: only the order of float32 sums differs."""
+    assert serve(engines["gguf"], prompts, MAX_TOKENS).tokens == float32_tokens
 
 
 def test_chat_names_paris(engines: dict[str, Path]):
