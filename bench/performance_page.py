@@ -100,7 +100,11 @@ def cpu_section(records: list[Record]) -> list[str]:
 def trace_section(records: list[Record]) -> list[str]:
     rows = [record for record in records if record["kind"] == "trace"]
     lines = ["## Trace and passes of published configs", "", environment_line(records), ""]
-    lines += ["No weights; a process each, its imports included (`python bench/trace.py`). Goal: 60 s and 3 GiB.", ""]
+    lines += [
+        "No weights; a process each, its imports included (`python bench/trace.py`). Goal: 60 s and 3 GiB. Wall times",
+        "grow with what else the machine runs, CPU times hardly.",
+        "",
+    ]
     return lines + markdown_table(
         ["config", "wall, s", "CPU, s", "peak memory, GB", "trace, s", "passes, s", "nodes traced → optimised"],
         [
@@ -125,7 +129,8 @@ def convert_section(records: list[Record]) -> list[str]:
     lines += [
         f"Random bfloat16 weights of the shape {rows[0]['shape']} ({read:.1f} GB in shards of 5 GB), cpu target",
         "(`python bench/convert.py`). Peak memory is that of the process, pages of the mapped checkpoint included; the",
-        "bound is 1.3 × the largest shard + 1 GiB, the estimate is what `--max-memory` compares.",
+        "bound is 1.3 × the largest shard + 1 GiB, the estimate is what `--max-memory` compares. Wall times grow with",
+        "what else the machine runs, CPU times hardly.",
         "",
     ]
     lines += markdown_table(
