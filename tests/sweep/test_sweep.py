@@ -30,6 +30,7 @@ QUICK = {
     "llama (dynamic rope)",
     "mixtral",
     "deepseek_v3",
+    "llama4_text",
 }
 NO_ROPE = {
     "gpt2",

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from llmbuild.builder.ir import Constant, Program
-from llmbuild.builder.passes.edit import fake_mode_of
 from llmbuild.builder.targets.cpu import native_library
 from support.cpu_engines import compiled, open_session, optimized, oracle_logits, session_logits
 from support.tiny_models import FAMILIES
@@ -62,28 +59,3 @@ def largest_difference(got: list, expected: list) -> float:
     """Largest absolute difference over all steps, relative to the largest logit."""
     scale = max(float(abs(logits).max()) for logits in expected)
     return max(float(abs(a - b).max()) for a, b in zip(got, expected, strict=True)) / scale
-
-
-@pytest.mark.parametrize("native", FORMS)
-@pytest.mark.parametrize("extra", ["sinks", "alibi_slopes", "both, window and softcap"])
-def test_attention_extras(extra: str, native: bool, tmp_path: Path) -> None:
-    """Sinks and ALiBi, which no tiny family has, put into a llama's attention nodes by hand."""
-    program = optimized(tmp_path, "llama")
-    add_attention_extras(program, extra)
-    expected = oracle_logits(program)
-    target = compiled(program, tmp_path / "engine", native=native)
-    got = session_logits(open_session(tmp_path / "engine", target), target)
-    assert largest_difference(got, expected) < 1e-5
-
-
-def add_attention_extras(program: Program, extra: str) -> None:
-    mode = fake_mode_of(program.graph)
-    values = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "alibi_slopes": torch.tensor([0.1, 0.2, 0.05, 0.4])}
-    weights = {name: program.add_weight(name, Constant(v), mode.from_tensor(v)) for name, v in values.items()}
-    everything = extra.startswith("both")
-    for node in program.graph.nodes:
-        if node.target is torch.ops.llmbuild.paged_attention.default:
-            window, softcap = (5, 2.0) if everything else (None, None)
-            sinks, slopes = (weights[name] if everything or name == extra else None for name in weights)
-            node.args = (*node.args[:5], window, softcap, sinks, slopes)
-    program.drop_unused_weights()

@@ -63,10 +63,13 @@ class CpuTarget:
         compiler = None if self.native is False else native_library.find_compiler()
         if self.native and compiler is None:
             raise ConfigError("no C++ compiler was found for the native operators", hint="install g++, or ziglang")
-        native, paged = compiler is not None, compiler is not None and why_not_paged(program.kv_layers) is None
+        why_dense = why_not_paged(program.kv_layers)
+        native, paged = compiler is not None, compiler is not None and why_dense is None
         raise_unsupported(self.name, unsupported(program.graph, native=native, paged=paged))
         if native:
             program.rewrites.append(packed(program, attention=paged))
+            if why_dense is not None:
+                program.rewrites[-1].declined.append(f"attention in standard operators: {why_dense}")
         emitter = lower(program, options, native=native, paged=paged)
 
         write_model(emitter, program, directory / MODEL)
