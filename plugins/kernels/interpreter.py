@@ -122,7 +122,8 @@ def pointer(tensor: Any) -> tuple[int, int, int, str]:
 def extent(tensor: Any) -> tuple[int, int]:
     """Return the addresses [begin, end) that the elements of a tensor or array with any (positive) strides lie in."""
     if isinstance(tensor, np.ndarray):
-        address, strides, itemsize = tensor.ctypes.data, tensor.strides, tensor.itemsize
+        itemsize = tensor.itemsize
+        address, strides = tensor.ctypes.data, list(tensor.strides)
     else:
         if tensor.device.type != "cpu":
             raise TypeError(f"a tensor on {tensor.device} cannot be interpreted")
@@ -151,6 +152,7 @@ def language_for(builder: ExactBuilder) -> Iterator[None]:
         for name, member in inspect.getmembers(tl.tensor):
             if isinstance(member, JITFunction):  # x.sum(): not bound to x, as JIT functions are no Python functions
                 scope.set_attr(tl.tensor, name, _as_method(member))
+        scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
         scope.set_attr(base.ReduceScanOpInterface, "check_tensor", _check_reduced)
         for name in ("gdc_wait", "gdc_launch_dependents"):
             scope.set_attr(cuda_language, name, lambda: None)

@@ -13,6 +13,7 @@ Constant = int | float | bool | str | None
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 SCALARS = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "fp32": 4, "fp64": 8}
 ELEMENTS = {*SCALARS, "fp16", "bf16", "fp8e4nv", "fp8e5"}
+DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:, ?\d+)*)\]>")  # element type, sizes of a block
 POINTER_TYPES = {  # what a kernel's pointer to a buffer of a dtype is called
     "float32": "*fp32",
     "float16": "*fp16",
@@ -34,7 +35,8 @@ class KernelSpec:
 
     name: lower-case identifier, unique among the kernels of an engine.
     function: the `@triton.jit` function.
-    signature: Triton type of each argument that is passed at launch, in the function's order: "*bf16", "i32", "fp32".
+    signature: Triton type of each argument that is passed at launch, in the function's order: "*bf16", "i32", "fp32",
+        "tensordesc<bf16[64, 128]>".
     constants: value of each other argument (`tl.constexpr`). An optional pointer that is absent is a constant None.
     divisible_by_16: arguments that are always multiples of 16 (pointers: in bytes). A promise: the compiler uses it.
     grid: programs along x, y, z, each an expression of `llmbuild.engine.expressions`.
@@ -97,7 +99,9 @@ class KernelSpec:
 
 
 def is_legal(kind: str) -> bool:
-    """Whether a Triton type can be that of an argument: a scalar, or a pointer to elements."""
+    """Whether a Triton type can be that of an argument: a scalar, a pointer to elements or a tensor descriptor."""
+    if descriptor := DESCRIPTOR.fullmatch(kind):
+        return descriptor[1] in ELEMENTS
     return kind in SCALARS or (kind.startswith("*") and kind[1:] in ELEMENTS)
 
 

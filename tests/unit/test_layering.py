@@ -15,7 +15,7 @@ ALLOWED = {
     "builder": {"llmbuild", "plugins", "quantization"},
     "runtime": {"llmbuild", "plugins"},
 }
-HEAVY = {"torch", "transformers", "onnx", "onnxscript", "gguf"}
+HEAVY = {"torch", "transformers", "onnx", "onnxscript", "gguf", "triton"}
 
 
 def part_of(module: str) -> str | None:
