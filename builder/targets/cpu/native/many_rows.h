@@ -63,6 +63,7 @@ class ManyRows {
   // One block of tile t becomes the panel's columns from `column` on.
   template <int kBits, int kGroups, int kTiles>
   void fill(const uint8_t* record, int t, int64_t column, Panel<kTiles>& panel) const {
+    prefetch(w_, record + kTiles * w_.tile_bytes);  // of the tiles that come next
     const __m256 scale = unpack_.scale(record);
     const __m256 offset = w_.offset ? unpack_.offset(record) : _mm256_setzero_ps();
 #pragma GCC unroll 8

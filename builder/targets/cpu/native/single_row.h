@@ -28,7 +28,10 @@ class SingleRow {
     for (int64_t b = 0; b < w_.blocks; ++b, record += w_.record_bytes) {
       const float* columns = x.values(b, m);
       __m256 sum[kTiles];
-      for (int t = 0; t < kTiles; ++t) sum[t] = _mm256_setzero_ps();
+      for (int t = 0; t < kTiles; ++t) {
+        sum[t] = _mm256_setzero_ps();
+        prefetch(w_, record + (kTiles + t) * w_.tile_bytes);  // of the tiles that come next
+      }
 #pragma GCC unroll 8
       for (int g = 0; g < kGroups; ++g) {
         __m256i bytes[kTiles];
