@@ -53,10 +53,10 @@ def small_program(
     return Program(graph, dict(weights_of), info, (LayerKV(1, CHANNELS, CHANNELS, None),))
 
 
-def result(program: Program) -> Tensor:
-    """Run six tokens at positions 3..8 and return the rows 5, 0 and 2."""
+def small_step() -> StepInput:
+    """Six tokens at positions 3..8, of which the rows 5, 0 and 2 are wanted."""
     tokens = np.arange(TOKENS, dtype=np.int32)
-    step = StepInput(
+    return StepInput(
         input_ids=(tokens * 5 + 3) % VOCAB,
         position_ids=tokens + 3,
         slot_mapping=tokens,
@@ -65,7 +65,11 @@ def result(program: Program) -> Tensor:
         cu_q_lens=np.array([0, TOKENS], np.int32),
         logits_indices=np.array([5, 0, 2], np.int32),
     )
-    return Oracle(program).run(step, PagedState(num_blocks=4, block_size=8))
+
+
+def result(program: Program) -> Tensor:
+    """Run `small_step` and return the rows that it wants."""
+    return Oracle(program).run(small_step(), PagedState(num_blocks=4, block_size=8))
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

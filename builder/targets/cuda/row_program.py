@@ -1,0 +1,238 @@
+"""Row programs: generated Triton kernels for what lies between GEMMs and attention.
+
+A kernel computes values of one level (of equal distance from the start, see `levels.py`) and one kind of rows. Its grid
+is (rows, slots): a program handles one row, and in it one slot of one section. Outputs that are iterated alike form a
+section; sections are the branches of the kernel:
+
+    slot 0 .. 3   heads 0..31 of q, eight at once      block [8 heads, 128 channels]
+    slot 4        heads 0..7 of k
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from llmbuild.builder.targets.cuda.buffers import Buffer
+from llmbuild.builder.targets.cuda.index import Index, Var, index_of
+from llmbuild.builder.targets.cuda.rules.table import rule
+from llmbuild.builder.targets.cuda.section import Names, Section, kind, masked, power_of_2
+from llmbuild.builder.targets.cuda.views import Indices
+
+CHUNK = 1024  # channels of a program that needs no others of its row
+BLOCK = 1024  # elements of a block of several heads
+HEADER = "import triton\nimport triton.language as tl\n"
+
+Stored = Callable[[fx.Node], Buffer | None]
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """One kernel and its launch.
+
+    name: of the function. source: its text; `HEADER` goes before it.
+    arguments: buffers by name, outputs first, one pointer for each parameter. grid: expressions over T and L.
+    widest: channels of the widest block, from which the number of warps follows. nodes: those computed, in order.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
+    outputs: tuple[str, ...]
+    grid: tuple[str, str, str]
+    widest: int
+    nodes: tuple[str, ...] = field(compare=False)
+
+    @property
+    def num_warps(self) -> int:
+        """Each thread then holds at most 16 elements of a block of 1024, 64 of the widest."""
+        return min(8, max(1, self.widest // 256))
+
+
+@dataclass(frozen=True)
+class Space:
+    """How a section iterates: `heads` (all axes but the last, flattened) and `channels`, besides the rows."""
+
+    rows: str
+    heads: int
+    channels: int
+
+    @staticmethod
+    def of(buffer: Buffer) -> Space:
+        assert buffer.rows is not None
+        dims = [*([buffer.rows_each] if buffer.rows_each > 1 else []), *(int(dim) for dim in buffer.inner)] or [1]
+        return Space(buffer.rows, math.prod(dims[:-1]), dims[-1])
+
+
+class Kernel:
+    """A kernel being written: its parameters and names."""
+
+    def __init__(self, outputs: Sequence[Buffer]) -> None:
+        self.names = Names()
+        self.parameters: dict[str, str] = {}
+        for buffer in outputs:
+            self.pointer(buffer)
+
+    def pointer(self, buffer: Buffer) -> str:
+        if buffer.name not in self.parameters:
+            self.parameters[buffer.name] = self.names.unique(f"{buffer.name}_ptr")
+        return self.parameters[buffer.name]
+
+
+def row_program(name: str, outputs: Sequence[tuple[fx.Node, Buffer]], stored: Stored) -> RowProgram:
+    """Write the kernel that computes `outputs`, all of one level and with the same rows.
+
+    Raises:
+        NoRule: naming a node that cannot be expressed, and why.
+    """
+    kernel = Kernel([buffer for _, buffer in outputs])
+    groups: dict[Space, list[tuple[fx.Node, Buffer]]] = {}
+    for node, buffer in outputs:
+        groups.setdefault(Space.of(buffer), []).append((node, buffer))
+    sections = [Written.of(kernel, space, group, stored) for space, group in groups.items()]
+    body, slots = [], 0
+    for section in sections:
+        lines = section.lines(f"tl.program_id(1) - {slots}" if slots else "tl.program_id(1)")
+        slots += section.slots
+        if len(sections) == 1:
+            body += lines
+        else:
+            last = section is sections[-1]
+            head = "else:" if last else f"{'el' if body else ''}if tl.program_id(1) < {slots}:"
+            body += [head, *(f"    {line}" for line in lines)]
+    nodes = list(dict.fromkeys(node.name for section in sections for node in section.section.nodes))
+    arguments = ",\n".join(f"    {parameter}" for parameter in kernel.parameters.values())
+    source = "\n".join(
+        [
+            "@triton.jit",
+            f"def {name}(\n{arguments},\n):",
+            *wrapped(f"    # {len(nodes)} nodes: {', '.join(nodes)}"),
+            "    row = tl.program_id(0).to(tl.int64)",
+            *(f"    {line}" for line in body),
+        ]
+    )
+    rows = outputs[0][1].rows
+    assert rows is not None
+    return RowProgram(
+        name,
+        source + "\n",
+        tuple(kernel.parameters),
+        tuple(buffer.name for _, buffer in outputs),
+        (rows, str(slots), "1"),
+        max(section.widest for section in sections),
+        tuple(nodes),
+    )
+
+
+@dataclass
+class Written:
+    """A section with its values and stores written."""
+
+    section: Section
+    slots: int
+    prologue: list[str]
+    stores: list[str]
+    title: str
+    widest: int
+
+    @staticmethod
+    def of(kernel: Kernel, space: Space, outputs: Sequence[tuple[fx.Node, Buffer]], stored: Stored) -> Written:
+        """Rows whose channels need not be together are taken apart into chunks, for which one must have looked."""
+        names, parameters = set(kernel.names.taken), dict(kernel.parameters)
+        written = Written.attempt(kernel, space, outputs, stored, chunked=False)
+        if written.section.reduces or space.channels <= CHUNK:
+            return written
+        kernel.names.taken, kernel.parameters = names, parameters
+        return Written.attempt(kernel, space, outputs, stored, chunked=True)
+
+    @staticmethod
+    def attempt(
+        kernel: Kernel, space: Space, outputs: Sequence[tuple[fx.Node, Buffer]], stored: Stored, *, chunked: bool
+    ) -> Written:
+        section = Section(stored, rule, kernel.names, kernel.pointer)
+        chunks = -(-space.channels // CHUNK) if chunked else 1
+        width = CHUNK if chunked else power_of_2(space.channels)
+        at_once = min(power_of_2(space.heads), max(1, BLOCK // width))
+        slot = kernel.names.unique("slot")
+        prologue = [] if space.heads == chunks == 1 else [f"{slot} = {{slot}}"]
+        head, lines = head_index(kernel.names, slot, space.heads, chunks, at_once)
+        prologue += lines
+        if chunked:
+            name = kernel.names.unique("c")
+            first = f"({slot} % {chunks})" if space.heads > 1 else slot
+            prologue.append(f"{name} = {first} * {CHUNK} + tl.arange(0, {CHUNK})[None, :]")
+            masks = (f"{name} < {space.channels}",) if space.channels % CHUNK else ()
+            channel = index_of(Var(name, space.channels, frozenset({1}), masks))
+        else:
+            channel = section.lane(space.channels)
+        stores = []
+        for node, buffer in outputs:
+            index = output_index(buffer, head, channel)
+            value = section.converted(section.value(node, index), kind(node))
+            address = buffer.address(index)
+            mask = masked(address)
+            target = f"{kernel.pointer(buffer)} + {address.text}"
+            stores.append(f"tl.store({target}, {value.text}{f', mask={mask}' if mask else ''})")
+        title = f"# {', '.join(buffer.name for _, buffer in outputs)}: [{space.heads}, {space.channels}] for each row"
+        slots = -(-space.heads // at_once) * chunks
+        return Written(section, slots, prologue, stores, title, max(section.widest, width * at_once))
+
+    def lines(self, slot: str) -> list[str]:
+        """The text, where `slot` is what counts its slots from 0."""
+        return [self.title, *(line.format(slot=slot) for line in self.prologue), *self.section.lines, *self.stores]
+
+
+def head_index(names: Names, slot: str, heads: int, chunks: int, at_once: int) -> tuple[Index, list[str]]:
+    """Return the index over heads and the lines that define it."""
+    if heads == 1:
+        return Index(), []
+    name = names.unique("h")
+    first = f"({slot} // {chunks})" if chunks > 1 else slot
+    if at_once == 1:
+        return index_of(Var(name, heads)), [f"{name} = {first}"]
+    masks = (f"{name} < {heads}",) if heads % at_once else ()
+    line = f"{name} = {first} * {at_once} + tl.arange(0, {at_once})[:, None]"
+    return index_of(Var(name, heads, frozenset({0}), masks)), [line]
+
+
+def output_index(buffer: Buffer, head: Index, channel: Index) -> Indices:
+    """Return the index in an output of a section's head and channel."""
+    dims = [*([buffer.rows_each] if buffer.rows_each > 1 else []), *(int(dim) for dim in buffer.inner)]
+    parts: list[Index] = []
+    for place in reversed(range(len(dims))):
+        if place == len(dims) - 1:
+            parts.append(channel)
+        elif place == 0:
+            parts.append(head)
+        else:
+            head, rest = head.divide(dims[place])
+            parts.append(rest)
+    parts.reverse()
+    row = index_of(Var("row"))
+    if buffer.rows_each > 1:
+        row = row * buffer.rows_each + parts.pop(0)
+    assert buffer.row_axis is not None
+    return (*parts[: buffer.row_axis], row, *parts[buffer.row_axis :])
+
+
+def wrapped(comment: str, width: int = 118) -> list[str]:
+    """A comment in lines of at most `width` characters."""
+    lines = [comment]
+    while len(lines[-1]) > width and (cut := lines[-1].rfind(" ", 8, width)) > 0:
+        lines[-1:] = [lines[-1][:cut], f"    # {lines[-1][cut + 1 :]}"]
+    return lines
+
+
+def anonymous(source: str) -> str:
+    """Return a kernel's text with names numbered in order: equal for kernels that do the same to other buffers."""
+    code = re.sub(r"#.*", "", source)
+    numbers: dict[str, str] = {}
+
+    def number(found: re.Match[str]) -> str:
+        return numbers.setdefault(found[0], f"v{len(numbers)}")
+
+    return re.sub(r"(?<![\w.])[A-Za-z_]\w*", number, code)
