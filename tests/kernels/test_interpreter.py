@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmbuild.plugins.kernels.interpreter import KernelError, interpret
 
@@ -67,6 +68,19 @@ def dependent(x, y):
     tl.extra.cuda.gdc_wait()
     tl.store(y, tl.load(x))
     tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def tile(x, y, row, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i[:, None] * N + i[None, :], x.load([row, 0]))
+
+
+@triton.jit
+def own_descriptor_tile(x, y, row, rows, N: tl.constexpr):
+    i = tl.arange(0, N)
+    descriptor = tl.make_tensor_descriptor(x, [rows, N], [N, 1], [N, N])
+    tl.store(y + i[:, None] * N + i[None, :], descriptor.load([row, 0]))
 
 
 @pytest.fixture
@@ -150,6 +164,19 @@ def test_all_programs_of_the_grid_run() -> None:
     interpret(programs)[(4, 3, 2)](y)
     plane, row, x = torch.meshgrid(torch.arange(2), torch.arange(3), torch.arange(4), indexing="ij")
     assert torch.equal(y, (100 * plane + 10 * row + x).int())
+
+
+@pytest.mark.parametrize("row", [0, 3, 9])
+def test_tensor_descriptors_read_zeros_beyond_the_tensor(row: int) -> None:
+    x = torch.randn(11, 8, generator=torch.Generator().manual_seed(4)).bfloat16()
+    expected = torch.cat((x[row : row + 8], torch.zeros(8, 8)))[:8].bfloat16()
+    descriptor = TensorDescriptor(x, [11, 8], [8, 1], [8, 8])
+    for kernel, source, rows in ((tile, descriptor, []), (own_descriptor_tile, x, [11])):
+        y = torch.full((8, 8), 7.0, dtype=torch.bfloat16)
+        interpret(kernel)[(1,)](source, y, row, *rows, N=8)
+        assert torch.equal(y, expected)
+    with pytest.raises(KernelError, match="a load of 2 bytes outside"):
+        interpret(own_descriptor_tile)[(1,)](x, y, 9, 12, N=8)  # one row more than there is
 
 
 def test_numpy_arrays() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmbuild.plugins.kernels.interpreter import interpret
 
 
 def run(function: Any, grid: Sequence[int], *arguments: Any, **named: Any) -> None:
-    """Launch a `@triton.jit` function on CPU tensors; they are written in place.
+    """Launch a `@triton.jit` function on CPU tensors or descriptors of them; they are written in place.
 
     Tensors that share memory (slices of one tensor) still do on the GPU. num_warps and the like are for the GPU.
     """
@@ -21,6 +23,8 @@ def run(function: Any, grid: Sequence[int], *arguments: Any, **named: Any) -> No
     storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def to_device(value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            return dataclasses.replace(value, base=to_device(value.base))
         if not isinstance(value, torch.Tensor):
             return value
         storage = value.untyped_storage()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from llmbuild.builder.targets.cuda import aot
-from llmbuild.builder.targets.cuda.parameters import check_parameters, launch_parameters, ptx_parameters
+from llmbuild.builder.targets.cuda.parameters import check_parameters, place, ptx_parameters
 from llmbuild.engine.cubin import TensorMap
 from llmbuild.engine.kernel_pack import KernelPack, write_pack
 from llmbuild.errors import ConfigError, LLMBuildError
@@ -123,20 +123,47 @@ def test_options_reach_the_compiler() -> None:
     assert launch.num_warps == 8 and launch.pdl
 
 
-def test_other_parameters_than_derived_are_refused() -> None:
-    ptx = (
-        ".visible .entry f(\n\t.param .u64 .ptr .global .align 16 f_param_0,\n\t.param .align 64 .b8 f_param_1[128],\n"
-        "\t.param .b32 f_param_2,\n\t.param .u64 .ptr .global .align 1 f_param_3,\n\t.param .u64 f_param_4\n)\n{\n}"
-    )
-    assert ptx_parameters(ptx) == [(8, 8), (128, 64), (4, 4), (8, 8), (8, 8)]
-    with pytest.raises(LLMBuildError, match="f was compiled with 5 parameters, 4 were derived"):
-        check_parameters(launch_parameters({"a": "*fp32", "n": "i32"}, []), ptx, kernel="f")
-    with pytest.raises(LLMBuildError, match=r"f: parameter b \(i64\) has 8 bytes aligned to 8, the compiled one 128"):
-        check_parameters(launch_parameters({"a": "*fp32", "b": "i64", "n": "i32"}, []), ptx, kernel="f")
-    with pytest.raises(LLMBuildError, match="a parameter that is not understood"):
+PTX = """
+.visible .entry f(
+	.param .u64 .ptr .global .align 1 f_param_0,
+	.param .align 64 .b8 f_param_1[128],
+	.param .u32 f_param_2,
+	.param .f32 f_param_3,
+	.param .u64 .ptr .global .align 1 f_param_4,
+	.param .u64 .ptr .global .align 1 f_param_5
+)
+{
+}
+"""
+
+
+def test_reading_the_parameters_of_a_ptx_text() -> None:
+    pointer = (8, 8, "pointer")
+    assert ptx_parameters(PTX) == [pointer, (128, 64, "bytes"), (4, 4, "integer"), (4, 4, "float"), pointer, pointer]
+    with pytest.raises(LLMBuildError, match=r"a parameter that is not understood: '\.param \.texref f_param_0'"):
         ptx_parameters(".visible .entry f(\n\t.param .texref f_param_0\n)")
     with pytest.raises(LLMBuildError, match="0 kernels in one PTX text"):
         ptx_parameters("")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ("a:*fp32 n:i32", "f was compiled with 6 parameters, 4 were derived"),
+        (
+            "a:*fp32 b:i64 n:i32 x:fp32",
+            r"b \(i64\) was derived as integer of 8 bytes aligned to 8, compiled as bytes of",
+        ),
+        ("a:*fp32 m:tensormap x:fp32 n:i32", r"x \(fp32\) was derived as float of 4 .* compiled as integer of 4"),
+        ("a:i64 m:tensormap n:i32 x:fp32", r"a \(i64\) was derived as integer of 8 .* compiled as pointer of 8"),
+        ("a:*fp32 m:tensormap n:i16 x:fp32", r"n \(i16\) was derived as integer of 2 .* compiled as integer of 4"),
+    ],
+)
+def test_other_parameters_than_derived_are_refused(kinds: str, message: str) -> None:
+    pairs = [(name, kind) for name, _, kind in (text.partition(":") for text in kinds.split())]
+    scratch = [("global_scratch", "scratch"), ("profile_scratch", "scratch")]
+    with pytest.raises(LLMBuildError, match=message):
+        check_parameters(place([*pairs, *scratch]), PTX, kernel="f")
 
 
 BUILD = """

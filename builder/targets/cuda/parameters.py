@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from llmbuild.engine.cubin import Parameter, TensorMap
 from llmbuild.errors import LLMBuildError
@@ -12,7 +13,15 @@ from llmbuild.plugins.kernels.spec import DESCRIPTOR, SCALARS
 POINTER_SIZE = 8
 MAP_SIZE, MAP_ALIGNMENT = 128, 64
 ENTRY = re.compile(r"\.visible\s+\.entry\s+(\w+)\((.*?)\)", re.DOTALL)
-PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+(?:\.ptr\s[^,]*?)?\w+(?:\[(\d+)\])?\s*")
+PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]+)(\d+)\s+(\.ptr\s[^,]*?)?\w+(?:\[(\d+)\])?")
+
+
+class Shape(NamedTuple):
+    """What a parameter looks like in PTX. group: "pointer", "float", "integer" or "bytes" (a tensormap)."""
+
+    size: int
+    alignment: int
+    group: str
 
 
 def launch_parameters(signature: Mapping[str, str], tensor_maps: Sequence[TensorMap]) -> tuple[Parameter, ...]:
@@ -66,29 +75,42 @@ def size_of(kind: str) -> int:
     return POINTER_SIZE if kind == "scratch" or kind.startswith("*") else SCALARS[kind]
 
 
+def shape_of(parameter: Parameter) -> Shape:
+    """Return what a derived parameter should look like in PTX."""
+    if parameter.kind == "tensormap":
+        return Shape(MAP_SIZE, MAP_ALIGNMENT, "bytes")
+    if parameter.kind == "scratch" or parameter.kind.startswith("*"):
+        return Shape(POINTER_SIZE, POINTER_SIZE, "pointer")
+    return Shape(parameter.size, parameter.size, "float" if parameter.kind.startswith("fp") else "integer")
+
+
 def check_parameters(parameters: Sequence[Parameter], ptx: str, *, kernel: str) -> None:
     """Compare the derived parameters with the `.param` list of the compiled kernel.
 
     Raises:
-        LLMBuildError: Number, size or alignment differ: this version of Triton passes arguments in another way.
+        LLMBuildError: Their number, a size, an alignment or a group differs: arguments are passed in another way.
     """
     compiled = ptx_parameters(ptx)
-    expected = [(p.size, MAP_ALIGNMENT if p.kind == "tensormap" else p.size) for p in parameters]
-    if len(compiled) != len(expected):
+    if len(compiled) != len(parameters):
         raise LLMBuildError(
-            f"{kernel} was compiled with {len(compiled)} parameters, {len(expected)} were derived", where="PTX .param"
+            f"{kernel} was compiled with {len(compiled)} parameters, {len(parameters)} were derived", where="PTX .param"
         )
-    for parameter, (size, alignment), (found_size, found_alignment) in zip(parameters, expected, compiled, strict=True):
-        if (size, alignment) != (found_size, found_alignment):
+    for parameter, found in zip(parameters, compiled, strict=True):
+        expected = shape_of(parameter)
+        if found != expected:
             raise LLMBuildError(
-                f"{kernel}: parameter {parameter.name} ({parameter.kind}) has {size} bytes aligned to {alignment}, "
-                f"the compiled one {found_size} aligned to {found_alignment}",
+                f"{kernel}: parameter {parameter.name} ({parameter.kind}) was derived as {_say(expected)}, "
+                f"compiled as {_say(found)}",
                 where="PTX .param",
             )
 
 
-def ptx_parameters(ptx: str) -> list[tuple[int, int]]:
-    """Return (bytes, alignment) of each parameter of the one kernel in a PTX text."""
+def _say(shape: Shape) -> str:
+    return f"{shape.group} of {shape.size} bytes aligned to {shape.alignment}"
+
+
+def ptx_parameters(ptx: str) -> list[Shape]:
+    """Return what each parameter of the one kernel in a PTX text looks like."""
     entries = ENTRY.findall(ptx)
     if len(entries) != 1:
         raise LLMBuildError(f"{len(entries)} kernels in one PTX text", where="PTX .entry")
@@ -97,6 +119,8 @@ def ptx_parameters(ptx: str) -> list[tuple[int, int]]:
         match = PARAMETER.fullmatch(text.strip())
         if match is None:
             raise LLMBuildError(f"a parameter that is not understood: {text.strip()!r}", where="PTX .param")
-        size = int(match[3]) // 8 * int(match[4] or 1)
-        found.append((size, int(match[1]) if match[1] else size))
+        alignment, kind, bits, pointer, count = match.groups()
+        size = int(bits) // 8 * int(count or 1)
+        group = "pointer" if pointer else "bytes" if count else "float" if kind == "f" else "integer"
+        found.append(Shape(size, int(alignment or size), group))
     return found
