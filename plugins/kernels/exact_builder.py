@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle, _get_np_dtype
 
 from llmbuild.plugins.kernels.number_formats import (
     bfloat16_to_float32,
@@ -48,6 +48,7 @@ class ExactBuilder(InterpreterBuilder):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
+        self.options = InterpreterOptions(sanitize_overflow=False)  # a quarter of the time, for nothing
 
     # ------------------------------------------------------------------------------------------------------- memory
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *modifiers: Any, **named: Any) -> TensorHandle:
