@@ -6,6 +6,9 @@ import hashlib
 import linecache
 from typing import Any
 
+from llmbuild.builder.targets.cuda.partition import Partition
+from llmbuild.plugins.kernels.spec import POINTER_TYPES, KernelSpec, pointers
+
 
 def functions(source: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the `@triton.jit` functions of a generated module. No file is written: the text goes to `linecache`."""
@@ -14,3 +17,26 @@ def functions(source: str, names: tuple[str, ...]) -> dict[str, Any]:
     module: dict[str, Any] = {"__name__": "llmbuild_row_programs"}
     exec(compile(source, file, "exec"), module)
     return {name: module[name] for name in names}
+
+
+def specs(parts: Partition) -> list[KernelSpec]:
+    """Return what is compiled for the row programs of a partition: all arguments are pointers to aligned buffers."""
+    found = functions(parts.source, tuple(kernel.name for kernel in parts.kernels))
+    result = []
+    for kernel in parts.kernels:
+        function = found[kernel.name]
+        types = (POINTER_TYPES[str(parts.buffers[name].dtype).removeprefix("torch.")] for name in kernel.arguments)
+        signature = dict(zip(function.arg_names, types, strict=True))
+        result.append(
+            KernelSpec(
+                kernel.name,
+                function,
+                signature,
+                {},
+                divisible_by_16=pointers(signature),
+                grid=kernel.grid,
+                num_warps=kernel.num_warps,
+                num_stages=1,
+            )
+        )
+    return result

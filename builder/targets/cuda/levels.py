@@ -22,6 +22,7 @@ BARRIERS: dict[Any, tuple[str, tuple[int, ...]]] = {
     aten.addmm.default: ("gemm", (1,)),
     aten.mm.default: ("gemm", (0,)),
     aten.matmul.default: ("gemm", (0,)),
+    aten.bmm.default: ("batched_gemm", (0,)),
     llmbuild.linear_blockwise.default: ("gemm", (0,)),
     llmbuild.paged_attention.default: ("attention", (0, 1, 2)),
     llmbuild.moe_experts.default: ("experts", (0, 1, 2)),
@@ -37,7 +38,7 @@ def barrier(program: Program, node: fx.Node) -> str | None:
         return None
     kind, computed = found
     operands = [arg for place, arg in enumerate(node.args) if isinstance(arg, fx.Node) and place not in computed]
-    if kind == "gemm" and any(program.weight_of(arg) is None for arg in operands):
+    if kind in ("gemm", "batched_gemm") and any(program.weight_of(arg) is None for arg in operands):
         return None  # a product of two values: small, or refused by its rule
     return kind
 
@@ -121,8 +122,8 @@ def is_dense(view: View, kept: int) -> bool:
 
 
 def reads_in_place(kind: str, view: View) -> bool:
-    """Whether a barrier of a kind can read a view as it lies. Attention: rows and heads may have any stride."""
-    if kind == "attention":
+    """Whether a barrier of a kind can read a view as it lies: all but the last axis of attention and batches."""
+    if kind in ("attention", "batched_gemm"):
         return view.shape[-1] == 1 or view.strides[-1] == 1
     return is_dense(view, 1)
 

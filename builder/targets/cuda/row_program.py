@@ -176,6 +176,8 @@ class Written:
             address = buffer.address(index)
             mask = masked(address)
             target = f"{kernel.pointer(buffer)} + {address.text}"
+            if not address.axes:
+                target += " + tl.zeros((1, 1), tl.int32)"  # values are blocks, so places must be
             stores.append(f"tl.store({target}, {value.text}{f', mask={mask}' if mask else ''})")
         title = f"# {', '.join(buffer.name for _, buffer in outputs)}: [{space.heads}, {space.channels}] for each row"
         slots = -(-space.heads // at_once) * chunks

@@ -145,11 +145,17 @@ def select_scatter(section: Section, node: fx.Node, index: Indices) -> Value:
     return section.where(node.name, f"({at.text}) == {which}", at.axes, value, below)
 
 
-def looked_up(section: Section, node: fx.Node, table: fx.Node, place: int, ids: fx.Node, index: Indices) -> Value:
-    """table[.., ids[index of ids], ..]: the axis at `place` is replaced by those of ids."""
-    inner = index[place : place + rank(ids)]
-    number = section.as_index(section.value(ids, inner), size(table)[place])
-    at = (*index[:place], number, *index[place + rank(ids) :])
+def looked_up(
+    section: Section, node: fx.Node, table: fx.Node, place: int, ids: fx.Node, index: Indices, *, wraps: bool = False
+) -> Value:
+    """table[.., ids[index of ids], ..]: the axis at `place` is replaced by those of ids. wraps: -1 is the last."""
+    value = section.value(ids, index[place : place + rank(ids)])
+    extent = size(table)[place]
+    if wraps and isinstance(extent, int):
+        value = section.emit(
+            f"{node.name}_place", f"tl.where({value.text} < 0, {value.text} + {extent}, {value.text})", "int", value
+        )
+    at = (*index[:place], section.as_index(value, extent), *index[place + rank(ids) :])
     return section.operand(table, kind(node), at)
 
 
@@ -164,7 +170,7 @@ def indexed(section: Section, node: fx.Node, index: Indices) -> Value:
     given = [place for place, each in enumerate(indices) if each is not None]
     if len(given) != 1 or kind(indices[given[0]]) != "int":
         raise NoRule(node, "it indexes several axes at once, or with a mask")
-    return looked_up(section, node, source, given[0], indices[given[0]], index)
+    return looked_up(section, node, source, given[0], indices[given[0]], index, wraps=True)
 
 
 def index_select(section: Section, node: fx.Node, index: Indices) -> Value:

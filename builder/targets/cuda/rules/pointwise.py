@@ -256,6 +256,8 @@ RULES: dict[Any, Rule] = {
     aten.bitwise_not.default: partial(bitwise, text="{x} == 0"),
     aten.bitwise_and.Tensor: partial(bitwise, text="{x} & {y}"),
     aten.bitwise_or.Tensor: partial(bitwise, text="{x} | {y}"),
+    aten.__and__.Tensor: partial(bitwise, text="{x} & {y}"),
+    aten.__or__.Tensor: partial(bitwise, text="{x} | {y}"),
     aten.to.dtype: cast,
     aten.gelu.default: gelu,
     aten.softplus.default: softplus,
