@@ -79,6 +79,11 @@ class AttentionShape:
             self.kv_dtype
         ]
 
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of one padded query head, as it lies in shared memory."""
+        return sum(split_width(self.head_dim)) * (4 if self.dtype == "float32" else 2)
+
     def types(self) -> dict[str, str]:
         """Triton types of the arguments that both kernels share, absent ones left out; in no particular order."""
         pool = POINTER_TYPES[self.kv_dtype]

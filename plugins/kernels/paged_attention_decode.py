@@ -23,7 +23,7 @@ from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_ro
 from llmbuild.plugins.kernels.spec import KernelSpec, pointers
 
 MOST_SPLITS = 64
-MOST_ROWS = 64  # of a tile; more query heads than that are spread over several programs
+MOST_ROWS = 64  # of a tile
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -232,13 +232,28 @@ class DecodePlan:
         return splits, partial, sums
 
 
-def decode_tiling(shape: AttentionShape, sm: int) -> DecodeTiling:
-    """Return the tiling for a layer on an SM: as many keys in flight as its shared memory holds twice over."""
-    budget = SHARED_BYTES[sm] * 1024 // 2 - 8 * 1024
-    block_n, stages = 64, 3
-    while stages * shape.cached_bytes(block_n) > budget and block_n > 16:
+def most_rows(shape: AttentionShape, sm: int) -> int:
+    """Rows of a tile at most, so that queries take no more than a third of the shared memory beside the keys.
+
+    Query heads that do not fit are spread over several programs.
+    """
+    rows = MOST_ROWS
+    while rows > 16 and rows * shape.query_bytes > SHARED_BYTES[sm] * 1024 // 3:
+        rows //= 2
+    return rows
+
+
+def decode_tiling(shape: AttentionShape, sm: int, rows: int = 16) -> DecodeTiling:
+    """Return the tiling of a layer on an SM, for so many rows: as many keys in flight as leave room for two programs.
+
+    Where not even 16 keys do, one program may have all the shared memory.
+    """
+    whole = SHARED_BYTES[sm] * 1024 - rows * shape.query_bytes - 8 * 1024
+    # A step's table entries, its keys and values, and its products are in different stages: of n, n - 2 hold keys.
+    block_n, stages = 64, 4
+    while (stages - 2) * shape.cached_bytes(block_n) > whole // 2 and block_n > 16:
         block_n //= 2
-    while stages * shape.cached_bytes(block_n) > 2 * budget and stages > 1:
+    while (stages - 2) * shape.cached_bytes(block_n) > whole and stages > 3:
         stages -= 1
     warps = 4 if shape.value_dim <= 256 else 8
     return DecodeTiling(block_n, warps, stages, programs_per_processor=2)
@@ -262,8 +277,9 @@ def decode_plan(
     """
     if not 1 <= most_queries <= 8:
         raise ValueError(f"most_queries is {most_queries}; 1 to 8 new tokens are decoded at once")
-    tiling = tiling or decode_tiling(shape, sm)
-    tile_heads = min(shape.group, MOST_ROWS // most_queries)
+    tile_heads = min(shape.group, most_rows(shape, sm) // most_queries)
+    rows = power_of_2(tile_heads * most_queries)
+    tiling = tiling or decode_tiling(shape, sm, rows)
     tiles = -(-shape.group // tile_heads)
     columns = shape.kv_heads * tiles
     wanted = (processors or PROCESSORS[sm]) * tiling.programs_per_processor
@@ -272,7 +288,7 @@ def decode_plan(
     constants = shape.constants() | {
         "MOST_QUERIES": most_queries,
         "TILE_HEADS": tile_heads,
-        "ROWS": power_of_2(tile_heads * most_queries),
+        "ROWS": rows,
         "BLOCK_N": tiling.block_n,
         "PDL": pdl,
     }
@@ -297,16 +313,16 @@ def decode_plan(
         "PDL": pdl,
     }
 
-    rows = shape.heads * most_queries
+    results = shape.heads * most_queries
     merge = KernelSpec(
         f"{name}_merge",
         merge_splits,
         **arguments_of(merge_splits, merge_types | {"splits": "i32"}, merge_constants),
-        grid=(f"B * min(1, {splits} - 1)", str(rows), str(-(-shape.value_dim // block_d))),
+        grid=(f"B * min(1, {splits} - 1)", str(results), str(-(-shape.value_dim // block_d))),
         num_warps=4,
         options=options,
     )
-    places = f"B * {rows * 4} * {splits}"
+    places = f"B * {results * 4} * {splits}"
     return DecodePlan(attend, merge, splits, f"{places} * {shape.value_dim}", places)
 
 
