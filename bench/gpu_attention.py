@@ -183,7 +183,7 @@ def check(batch: Batch, out: Tensor) -> float:
 
 
 def decode_tilings() -> list[Tiling]:
-    grid = itertools.product((32, 64, 128), (1, 2, 4, 8), (3, 4, 5, 6), (1, 2, 3, 4, 6))
+    grid = itertools.product((32, 64, 128), (1, 2, 4, 8), (3, 4, 5, 6), (1, 2, 3, 4, 6, 8, 16))
     # at most 128 KiB of keys and values in flight; wider steps than 32 keys a warp need more registers than there are
     return [DecodeTiling(*entry) for entry in grid if entry[0] * (entry[2] - 2) <= 256 and entry[0] <= 32 * entry[1]]
 

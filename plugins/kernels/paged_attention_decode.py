@@ -201,7 +201,10 @@ def merge_splits(
 
 @dataclass(frozen=True)
 class DecodeTiling:
-    """How the work is cut: keys a step of the loop, and the programs one processor should get before keys are split."""
+    """How the work is cut: keys a step of the loop, and how many programs each processor should get at least.
+
+    Keys are split until it does: more of them than run at once level out the last wave, and cost partial results.
+    """
 
     block_n: int
     num_warps: int
@@ -256,7 +259,7 @@ def decode_tiling(shape: AttentionShape, sm: int, rows: int = 16) -> DecodeTilin
     while (stages - 2) * shape.cached_bytes(block_n) > whole and stages > 3:
         stages -= 1
     warps = 4 if shape.value_dim <= 256 else 8
-    return DecodeTiling(block_n, warps, stages, programs_per_processor=2)
+    return DecodeTiling(block_n, warps, stages, programs_per_processor=4)
 
 
 def decode_plan(
@@ -283,7 +286,7 @@ def decode_plan(
     tiles = -(-shape.group // tile_heads)
     columns = shape.kv_heads * tiles
     wanted = (processors or PROCESSORS[sm]) * tiling.programs_per_processor
-    splits = f"max(1, min({MOST_SPLITS}, {wanted} // (B * {columns})))"
+    splits = f"min({MOST_SPLITS}, cdiv({wanted}, B * {columns}))"
     types = shape.types() | {"partial": "*fp32", "sums": "*fp32"}
     constants = shape.constants() | {
         "MOST_QUERIES": most_queries,

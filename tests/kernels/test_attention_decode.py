@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import MOST_SPLITS, DecodeTiling, decode_plan
-from support.attention_cases import NAN, check, decode, launch, make_case
+from support.attention_cases import NAN, SM, check, decode, launch, make_case
 
 TILING = DecodeTiling(block_n=16, num_warps=4, num_stages=2, programs_per_processor=1)
 PLAIN = AttentionShape(2, 1, 32, 32, scale=0.2, dtype="float32", kv_dtype="float32")
@@ -93,7 +93,7 @@ def test_random_steps(data: st.DataObject) -> None:
 
 def test_sequences_without_tokens_write_nothing() -> None:
     """Rows that pad a batch to a captured size: no new tokens, length 0."""
-    plan = decode_plan(PLAIN, 90, tiling=TILING, processors=8)
+    plan = decode_plan(PLAIN, SM, tiling=TILING, processors=8)
     case = make_case(PLAIN, [(1, 20), (0, 0), (1, 9), (0, 0)])
     decode(plan, case)
     check(case)
@@ -102,7 +102,7 @@ def test_sequences_without_tokens_write_nothing() -> None:
 def test_heads_spread_over_several_programs() -> None:
     """40 query heads of one KV head with 2 tokens are 80 rows: more than one tile holds."""
     shape = replace(PLAIN, heads=40, kv_heads=1)
-    plan = decode_plan(shape, 90, most_queries=2, tiling=TILING, processors=4)
+    plan = decode_plan(shape, SM, most_queries=2, tiling=TILING, processors=4)
     assert plan.attend.grid[0] == "2"
     case = make_case(shape, [(2, 40)])
     decode(plan, case)
@@ -114,7 +114,7 @@ def test_sinks_are_added_once_whatever_the_splits() -> None:
     results = []
     for splits in (1, 2, 5):
         case = make_case(shape, [(1, 80)], sinks=torch.full((2,), 6.0))  # most of the probability
-        decode(decode_plan(shape, 90, tiling=TILING, processors=splits), case)
+        decode(decode_plan(shape, SM, tiling=TILING, processors=splits), case)
         check(case)
         results.append(case.out)
     torch.testing.assert_close(results[1], results[0])
@@ -126,14 +126,14 @@ def test_sinks_are_added_once_whatever_the_splits() -> None:
 def test_large_scores_do_not_overflow(splits: int, sinks: tuple[float, float]) -> None:
     """Scores of some ±1,000, whose own rounding is 1e-4; sinks far above and below."""
     shape = replace(PLAIN, scale=100.0, sinks=True)
-    plan = decode_plan(shape, 90, tiling=TILING, processors=splits)
+    plan = decode_plan(shape, SM, tiling=TILING, processors=splits)
     case = make_case(shape, [(1, 50)], sinks=torch.tensor(sinks))
     decode(plan, case)
-    check(case, tolerance=1e-3)
+    check(case, tolerance=2e-3)
 
 
 def test_merge_is_left_out_with_one_split() -> None:
-    plan = decode_plan(PLAIN, 90, tiling=TILING, processors=4)
+    plan = decode_plan(PLAIN, SM, tiling=TILING, processors=4)
     case = make_case(PLAIN, [(1, 20)] * 4)
     assert plan.sizes(4)[0] == 1
     launch(plan.attend, case, partial=torch.full((1,), NAN), sums=torch.full((1,), NAN))
@@ -145,7 +145,7 @@ def test_sizes_follow_the_batch() -> None:
     shape = AttentionShape(32, 8, 128, 128, scale=0.1)
     plan = decode_plan(shape, 90, tiling=replace(TILING, programs_per_processor=2))
     assert plan.sizes(1) == (33, 33 * 32 * 128 * 4, 33 * 32 * 4)
-    assert plan.sizes(16)[0] == 2
+    assert plan.sizes(16)[0] == 3
     assert plan.sizes(256) == (1, 256 * 32 * 128 * 4, 256 * 32 * 4)
     assert decode_plan(replace(shape, kv_heads=1), 90).sizes(1)[0] == MOST_SPLITS
 
@@ -153,4 +153,4 @@ def test_sizes_follow_the_batch() -> None:
 @pytest.mark.parametrize("most_queries", [0, 9])
 def test_refuses_other_numbers_of_queries(most_queries: int) -> None:
     with pytest.raises(ValueError, match=f"most_queries is {most_queries}; 1 to 8 new tokens are decoded at once"):
-        decode_plan(PLAIN, 90, most_queries=most_queries)
+        decode_plan(PLAIN, SM, most_queries=most_queries)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_prefill import PrefillTiling, prefill_spec
-from support.attention_cases import check, launch, make_case
+from support.attention_cases import SM, check, launch, make_case
 
 TILING = PrefillTiling(rows=16, block_n=16, num_warps=4, num_stages=2)
 PLAIN = AttentionShape(2, 1, 32, 32, scale=0.2, dtype="float32", kv_dtype="float32")
@@ -45,7 +45,7 @@ def attend(
     shape: AttentionShape, lengths: list[tuple[int, int]], tiling: PrefillTiling = TILING, seed: int = 0
 ) -> None:
     case = make_case(shape, lengths, seed=seed)
-    launch(prefill_spec(shape, 90, tiling=tiling), case)
+    launch(prefill_spec(shape, SM, tiling=tiling, pdl=SM >= 90), case)
     check(case)
 
 
@@ -79,7 +79,7 @@ def test_keys_left_of_all_windows_are_not_read() -> None:
 
 def test_heads_spread_over_several_programs() -> None:
     shape = replace(PLAIN, heads=24, kv_heads=1)
-    assert prefill_spec(shape, 90, tiling=TILING).grid[:2] == ("2", "T // 1 + B")
+    assert prefill_spec(shape, SM, tiling=TILING).grid[:2] == ("2", "T // 1 + B")
     attend(shape, [(3, 20)])
 
 
