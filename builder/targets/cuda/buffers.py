@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from llmbuild.builder.passes.edit import Size
 from llmbuild.builder.targets.cuda.index import Index
+
+SLOTS = "slots"
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Buffer:
     """A tensor in memory: a weight, an input of the step, the result of a GEMM, of attention or of a row program.
 
     name: of its node. shape: that node's; at most one axis is symbolic, the rows.
-    rows: "T" (tokens), "L" (rows of logits), None for what does not depend on the step (weights).
+    rows: "T" (tokens), "L" (rows of logits), SLOTS (tokens of a layer's KV pool), None for weights.
     row_axis: which axis of `shape` holds the rows, None likewise. In memory it comes first, whatever its place.
     rows_each: entries along that axis for each token; more than 1 when a model folds another axis into the rows.
     """
@@ -46,6 +49,18 @@ class Buffer:
                 flat = flat + index[place] * stride
                 stride *= int(self.shape[place])
         return flat if self.row_axis is None else index[self.row_axis] * stride + flat
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a row program leaves in memory: the value of `node`, in `buffer`.
+
+    through: None, or the buffer of indices that says in which row of `buffer` a row lies: the slots of the KV pool.
+    """
+
+    node: fx.Node
+    buffer: Buffer
+    through: Buffer | None = None
 
 
 @dataclass(frozen=True)

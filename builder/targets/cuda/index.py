@@ -56,7 +56,7 @@ class Quotient:
 
     @property
     def name(self) -> str:
-        return f"(({self.of.text}) // {self.by})"
+        return f"({self.of.grouped} // {self.by})"
 
     @property
     def low(self) -> int:
@@ -80,7 +80,7 @@ class Remainder:
 
     @property
     def name(self) -> str:
-        return f"(({self.of.text}) % {self.by})"
+        return f"({self.of.grouped} % {self.by})"
 
     @property
     def low(self) -> int:
@@ -151,9 +151,15 @@ class Index:
     def masks(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(mask for var in self.variables for mask in var.masks))
 
+    @property
+    def grouped(self) -> str:
+        """The expression as source text that can be an operand."""
+        single = len(self.terms) == 1 and self.const == 0 and self.terms[0][1] == 1
+        return self.text if single or not self.terms else f"({self.text})"
+
     @cached_property
     def text(self) -> str:
-        """The expression as source text, to be put in parentheses before it is multiplied."""
+        """The expression as source text; see `grouped`."""
         text = ""
         for atom, coefficient in self.terms:
             factor = abs(coefficient)

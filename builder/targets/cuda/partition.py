@@ -1,26 +1,28 @@
 """The graph as an ordered list of parts: GEMMs, attention, experts, and row programs for everything else.
 
-    level 1   linear(q|k|v)            barriers of a level, in the graph's order,
-              rows: rope(q), rope(k)   then what is computed from them row by row
-    level 2   paged_attention          (reads v where linear left it: a strided view)
+    level 1   linear(q|k|v)               barriers of a level, in the graph's order,
+              rows: rope(q), rope(k), v   then what is computed from them row by row
+    level 2   paged_attention
     level 3   linear(o)
               rows: add_rms_norm
     ...
 
 A value lies in memory when a barrier reads it (or is what it is a view of), when it is the result, or when it is read
-at a later level than its own; all others exist only inside a row program.
+at a later level than its own; all others exist only inside a row program. Keys and values are written where they stay,
+into the slots of a layer's pools `keys_0`, `values_0`: attention appends nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from llmbuild.builder.ir import Program, raise_unsupported
-from llmbuild.builder.passes.edit import is_tensor
-from llmbuild.builder.targets.cuda.buffers import Buffer, View, whole
+from llmbuild.builder.passes.edit import is_tensor, size
+from llmbuild.builder.targets.cuda.buffers import SLOTS, Buffer, Output, View, whole
 from llmbuild.builder.targets.cuda.levels import (
     Rows,
     barrier,
@@ -39,7 +41,8 @@ from llmbuild.builder.targets.cuda.views import NoRule, base
 class Barrier:
     """A GEMM, attention, experts or a lookup in blocks. kind: which. inputs: what it reads besides weights, in order.
 
-    The node holds the op, its weights and its numbers. Its result is the dense buffer of the node's name.
+    The node holds the op, its weights and its numbers. Its result is the dense buffer of the node's name. The inputs of
+    attention are queries and the two pools.
     """
 
     kind: str
@@ -92,9 +95,9 @@ def partition(program: Program) -> Partition:
     problems: dict[fx.Node, str] = {}
     for level in range(max(plan.level.values()) + 1):
         parts += [plan.barrier(node) for node in calls if plan.level[node] == level and node in plan.barriers]
-        for name, outputs in plan.outputs(level):
+        for name, rows, outputs in plan.outputs(level):
             try:
-                kernel = row_program(name, outputs, lambda node, level=level: plan.stored(node, level))
+                kernel = row_program(name, rows, outputs, lambda node, level=level: plan.stored(node, level))
             except NoRule as problem:
                 problems.setdefault(problem.node, problem.reason)
                 continue
@@ -118,18 +121,20 @@ class Plan:
             node: self.rows.buffer(node) for node in nodes if node.op == "placeholder" or node in self.barriers
         }
         self.made: dict[fx.Node, None] = {}  # by row programs
+        self.slots = Buffer("slot_mapping", torch.int32, size(program.placeholder("input_ids")), "T", 0)
+        self.pools: dict[tuple[fx.Node, str], Buffer] = {}  # (what is appended, to which pool)
         result = next(node for node in nodes if node.op == "output").args[0]
         for node in nodes:
             if node in self.barriers:
                 self.only_weights(node)
-                for operand in computed_operands(node):
-                    self.read(operand, str(barrier(program, node)))
+                self.inputs(node)
             elif node.op == "call_function" and is_value(node):
                 for operand in tensors(node):
                     if self.level[operand] < self.level[node]:
                         self.keep(base(operand))
         self.output = self.read(result, "gemm")
-        self.named = {buffer.name: buffer for buffer in self.buffers.values()}
+        everything = [*self.buffers.values(), *self.pools.values(), self.slots]
+        self.named = {buffer.name: buffer for buffer in everything}
 
     def only_weights(self, node: fx.Node) -> None:
         """Check that what a barrier reads besides its computed operands is weights."""
@@ -153,10 +158,29 @@ class Plan:
         self.keep(node)
         return whole(self.buffers[node])
 
-    def barrier(self, node: fx.Node) -> Barrier:
+    def append(self, node: fx.Node, name: str) -> View:
+        """Let a row program write keys or values where they stay: into the slots of a layer's pool."""
+        like = self.rows.buffer(node)
+        if like.rows != "T" or like.row_axis != 0 or like.rows_each != 1:
+            raise NoRule(node, f"keys or values of shape {list(like.shape)}")
+        pool = self.pools.setdefault((node, name), replace(like, name=name, rows=SLOTS))
+        return whole(pool)
+
+    def inputs(self, node: fx.Node) -> tuple[View, ...]:
         kind = barrier(self.program, node)
-        assert kind is not None
-        return Barrier(kind, node, tuple(self.read(operand, kind) for operand in computed_operands(node)))
+        operands = computed_operands(node)
+        if kind != "attention":
+            return tuple(self.read(operand, str(kind)) for operand in operands)
+        query, key, value = operands
+        layer = node.args[3]
+        return (
+            self.read(query, kind),
+            self.append(key, f"keys_{layer}"),
+            self.append(value, f"values_{layer}"),
+        )
+
+    def barrier(self, node: fx.Node) -> Barrier:
+        return Barrier(str(barrier(self.program, node)), node, self.inputs(node))
 
     def stored(self, node: fx.Node, level: int) -> Buffer | None:
         """Return the buffer that holds `node` when the row programs of a level start."""
@@ -164,19 +188,25 @@ class Plan:
             return None
         return self.buffers.get(node)
 
-    def outputs(self, level: int) -> Iterator[tuple[str, list[tuple[fx.Node, Buffer]]]]:
-        """Yield the kernels of a level: their names, and what each leaves in memory."""
+    def outputs(self, level: int) -> Iterator[tuple[str, str, list[Output]]]:
+        """Yield the kernels of a level: name, rows, and what each leaves in memory."""
         for rows in ("T", "L"):
             here = [
-                (node, self.buffers[node])
+                Output(node, self.buffers[node])
                 for node in self.program.graph.nodes
                 if node in self.made and self.level[node] == level and self.buffers[node].rows == rows
             ]
+            if rows == "T":
+                here += [
+                    Output(node, pool, self.slots)
+                    for (node, _), pool in self.pools.items()
+                    if self.level[node] == level
+                ]
             if here:
-                yield f"rows_{level}_{rows.lower()}", here
+                yield f"rows_{level}_{rows.lower()}", rows, here
 
     def used_buffers(self, parts: list[Barrier | Launch]) -> dict[str, Buffer]:
-        """Return the buffers of all parts, and the weights that barriers read, by name, in the graph's order."""
+        """Return the buffers of all parts, and the weights that barriers read, by name."""
         used = {self.output.buffer}
         for part in parts:
             if isinstance(part, Launch):
@@ -184,7 +214,7 @@ class Plan:
             else:
                 used |= {part.node.name, *(view.buffer for view in part.inputs)}
                 used |= {each.name for each in part.node.all_input_nodes if self.program.weight_of(each) is not None}
-        return {buffer.name: buffer for buffer in self.buffers.values() if buffer.name in used}
+        return {name: buffer for name, buffer in self.named.items() if name in used}
 
 
 def is_value(node: fx.Node) -> bool:

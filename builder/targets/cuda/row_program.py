@@ -1,11 +1,11 @@
 """Row programs: generated Triton kernels for what lies between GEMMs and attention.
 
 A kernel computes values of one level (of equal distance from the start, see `levels.py`) and one kind of rows. Its grid
-is (rows, slots): a program handles one row, and in it one slot of one section. Outputs that are iterated alike form a
+is (rows, tiles): a program handles one row, and in it one tile of one section. Outputs that are iterated alike form a
 section; sections are the branches of the kernel:
 
-    slot 0 .. 3   heads 0..31 of q, eight at once      block [8 heads, 128 channels]
-    slot 4        heads 0..7 of k
+    tile 0 .. 3   heads 0..31 of q, eight at once      block [8 heads, 128 channels]
+    tile 4        heads 0..7 of k
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from llmbuild.builder.targets.cuda.buffers import Buffer
+from llmbuild.builder.targets.cuda.buffers import Buffer, Output
 from llmbuild.builder.targets.cuda.index import Index, Var, index_of
 from llmbuild.builder.targets.cuda.rules.table import rule
 from llmbuild.builder.targets.cuda.section import Names, Section, kind, masked, power_of_2
-from llmbuild.builder.targets.cuda.views import Indices
+from llmbuild.builder.targets.cuda.views import Indices, replaced
 
 CHUNK = 1024  # channels of a program that needs no others of its row
 BLOCK = 1024  # elements of a block of several heads
@@ -57,15 +57,13 @@ class RowProgram:
 class Space:
     """How a section iterates: `heads` (all axes but the last, flattened) and `channels`, besides the rows."""
 
-    rows: str
     heads: int
     channels: int
 
     @staticmethod
     def of(buffer: Buffer) -> Space:
-        assert buffer.rows is not None
         dims = [*([buffer.rows_each] if buffer.rows_each > 1 else []), *(int(dim) for dim in buffer.inner)] or [1]
-        return Space(buffer.rows, math.prod(dims[:-1]), dims[-1])
+        return Space(math.prod(dims[:-1]), dims[-1])
 
 
 class Kernel:
@@ -83,26 +81,26 @@ class Kernel:
         return self.parameters[buffer.name]
 
 
-def row_program(name: str, outputs: Sequence[tuple[fx.Node, Buffer]], stored: Stored) -> RowProgram:
-    """Write the kernel that computes `outputs`, all of one level and with the same rows.
+def row_program(name: str, rows: str, outputs: Sequence[Output], stored: Stored) -> RowProgram:
+    """Write the kernel that computes `outputs`, all of one level, for each of `rows` ("T" or "L").
 
     Raises:
         NoRule: naming a node that cannot be expressed, and why.
     """
-    kernel = Kernel([buffer for _, buffer in outputs])
-    groups: dict[Space, list[tuple[fx.Node, Buffer]]] = {}
-    for node, buffer in outputs:
-        groups.setdefault(Space.of(buffer), []).append((node, buffer))
+    kernel = Kernel([output.buffer for output in outputs])
+    groups: dict[Space, list[Output]] = {}
+    for output in outputs:
+        groups.setdefault(Space.of(output.buffer), []).append(output)
     sections = [Written.of(kernel, space, group, stored) for space, group in groups.items()]
-    body, slots = [], 0
+    body, tiles = [], 0
     for section in sections:
-        lines = section.lines(f"tl.program_id(1) - {slots}" if slots else "tl.program_id(1)")
-        slots += section.slots
+        lines = section.lines(f"tl.program_id(1) - {tiles}" if tiles else "tl.program_id(1)")
+        tiles += section.tiles
         if len(sections) == 1:
             body += lines
         else:
             last = section is sections[-1]
-            head = "else:" if last else f"{'el' if body else ''}if tl.program_id(1) < {slots}:"
+            head = "else:" if last else f"{'el' if body else ''}if tl.program_id(1) < {tiles}:"
             body += [head, *(f"    {line}" for line in lines)]
     nodes = list(dict.fromkeys(node.name for section in sections for node in section.section.nodes))
     arguments = ",\n".join(f"    {parameter}" for parameter in kernel.parameters.values())
@@ -115,14 +113,12 @@ def row_program(name: str, outputs: Sequence[tuple[fx.Node, Buffer]], stored: St
             *(f"    {line}" for line in body),
         ]
     )
-    rows = outputs[0][1].rows
-    assert rows is not None
     return RowProgram(
         name,
         source + "\n",
         tuple(kernel.parameters),
-        tuple(buffer.name for _, buffer in outputs),
-        (rows, str(slots), "1"),
+        tuple(output.buffer.name for output in outputs),
+        (rows, str(tiles), "1"),
         max(section.widest for section in sections),
         tuple(nodes),
     )
@@ -133,14 +129,14 @@ class Written:
     """A section with its values and stores written."""
 
     section: Section
-    slots: int
+    tiles: int
     prologue: list[str]
     stores: list[str]
     title: str
     widest: int
 
     @staticmethod
-    def of(kernel: Kernel, space: Space, outputs: Sequence[tuple[fx.Node, Buffer]], stored: Stored) -> Written:
+    def of(kernel: Kernel, space: Space, outputs: Sequence[Output], stored: Stored) -> Written:
         """Rows whose channels need not be together are taken apart into chunks, for which one must have looked."""
         names, parameters = set(kernel.names.taken), dict(kernel.parameters)
         written = Written.attempt(kernel, space, outputs, stored, chunked=False)
@@ -150,50 +146,54 @@ class Written:
         return Written.attempt(kernel, space, outputs, stored, chunked=True)
 
     @staticmethod
-    def attempt(
-        kernel: Kernel, space: Space, outputs: Sequence[tuple[fx.Node, Buffer]], stored: Stored, *, chunked: bool
-    ) -> Written:
+    def attempt(kernel: Kernel, space: Space, outputs: Sequence[Output], stored: Stored, *, chunked: bool) -> Written:
         section = Section(stored, rule, kernel.names, kernel.pointer)
         chunks = -(-space.channels // CHUNK) if chunked else 1
         width = CHUNK if chunked else power_of_2(space.channels)
         at_once = min(power_of_2(space.heads), max(1, BLOCK // width))
-        slot = kernel.names.unique("slot")
-        prologue = [] if space.heads == chunks == 1 else [f"{slot} = {{slot}}"]
-        head, lines = head_index(kernel.names, slot, space.heads, chunks, at_once)
+        tile = kernel.names.unique("tile")
+        prologue = [] if space.heads == chunks == 1 else [f"{tile} = {{tile}}"]
+        head, lines = head_index(kernel.names, tile, space.heads, chunks, at_once)
         prologue += lines
         if chunked:
             name = kernel.names.unique("c")
-            first = f"({slot} % {chunks})" if space.heads > 1 else slot
+            first = f"({tile} % {chunks})" if space.heads > 1 else tile
             prologue.append(f"{name} = {first} * {CHUNK} + tl.arange(0, {CHUNK})[None, :]")
             masks = (f"{name} < {space.channels}",) if space.channels % CHUNK else ()
             channel = index_of(Var(name, space.channels, frozenset({1}), masks))
         else:
             channel = section.lane(space.channels)
         stores = []
-        for node, buffer in outputs:
+        for output in outputs:
+            node, buffer = output.node, output.buffer
             index = output_index(buffer, head, channel)
             value = section.converted(section.value(node, index), kind(node))
+            if output.through is not None and buffer.row_axis is not None:
+                row = section.load(output.through, (index[buffer.row_axis],))
+                index = replaced(index, buffer.row_axis, section.as_index(row, None, skips=True))
             address = buffer.address(index)
             mask = masked(address)
             target = f"{kernel.pointer(buffer)} + {address.text}"
             if not address.axes:
                 target += " + tl.zeros((1, 1), tl.int32)"  # values are blocks, so places must be
             stores.append(f"tl.store({target}, {value.text}{f', mask={mask}' if mask else ''})")
-        title = f"# {', '.join(buffer.name for _, buffer in outputs)}: [{space.heads}, {space.channels}] for each row"
-        slots = -(-space.heads // at_once) * chunks
-        return Written(section, slots, prologue, stores, title, max(section.widest, width * at_once))
+        title = (
+            f"# {', '.join(output.buffer.name for output in outputs)}: [{space.heads}, {space.channels}] for each row"
+        )
+        tiles = -(-space.heads // at_once) * chunks
+        return Written(section, tiles, prologue, stores, title, max(section.widest, width * at_once))
 
-    def lines(self, slot: str) -> list[str]:
-        """The text, where `slot` is what counts its slots from 0."""
-        return [self.title, *(line.format(slot=slot) for line in self.prologue), *self.section.lines, *self.stores]
+    def lines(self, tile: str) -> list[str]:
+        """The text, where `tile` is what counts its tiles from 0."""
+        return [self.title, *(line.format(tile=tile) for line in self.prologue), *self.section.lines, *self.stores]
 
 
-def head_index(names: Names, slot: str, heads: int, chunks: int, at_once: int) -> tuple[Index, list[str]]:
+def head_index(names: Names, tile: str, heads: int, chunks: int, at_once: int) -> tuple[Index, list[str]]:
     """Return the index over heads and the lines that define it."""
     if heads == 1:
         return Index(), []
     name = names.unique("h")
-    first = f"({slot} // {chunks})" if chunks > 1 else slot
+    first = f"({tile} // {chunks})" if chunks > 1 else tile
     if at_once == 1:
         return index_of(Var(name, heads)), [f"{name} = {first}"]
     masks = (f"{name} < {heads}",) if heads % at_once else ()

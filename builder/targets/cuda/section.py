@@ -151,10 +151,11 @@ class Section:
     def where(self, name: str, condition: str, axes: frozenset[int], yes: Value, no: Value) -> Value:
         return self.emit(name, f"tl.where({condition}, {yes.text}, {no.text})", no.kind, axes, yes, no)
 
-    def as_index(self, value: Value, extent: Any) -> Index:
-        """Return an integer value as an index of an axis of that size."""
+    def as_index(self, value: Value, extent: Any, *, skips: bool = False) -> Index:
+        """Return an integer value as an index of an axis of that size. skips: where it is negative, nothing is done."""
         wide = self.emit(f"{value.text}_wide", f"{value.text}.to(tl.int64)", "int", value)
-        return index_of(Var(wide.text, extent if isinstance(extent, int) else None, wide.axes))
+        masks = (f"{wide.text} >= 0",) if skips else ()
+        return index_of(Var(wide.text, extent if isinstance(extent, int) else None, wide.axes, masks))
 
     # -------------------------------------------------------------------------------------------------- reductions
     def lane(self, extent: int) -> Index:
@@ -235,7 +236,7 @@ class Section:
             for place, value in zip(varying, places, strict=True):
                 at[place] = Index((), value)
             found = whole(tuple(at))
-            tests = [f"(({others[p].text}) == {v})" for p, v in zip(varying, places, strict=True)]
+            tests = [f"({others[p].grouped} == {v})" for p, v in zip(varying, places, strict=True)]
             axes = NO_AXES.union(*(others[p].axes for p in varying))
             condition = " & ".join(tests)
             picked = (
@@ -251,7 +252,7 @@ class Section:
             return values[index.constant]
         result = values[0]
         for place, value in enumerate(values[1:], 1):
-            result = self.where(name, f"({index.text}) == {place}", index.axes, value, result)
+            result = self.where(name, f"{index.grouped} == {place}", index.axes, value, result)
         return result
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from llmbuild.builder.ir import INPUT_NAMES, Program
-from llmbuild.builder.targets.cuda.buffers import Buffer, View
+from llmbuild.builder.targets.cuda.buffers import SLOTS, Buffer, View
 from llmbuild.builder.targets.cuda.kernel_source import functions
 from llmbuild.builder.targets.cuda.levels import Rows, computed_operands
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, partition
@@ -40,7 +40,7 @@ class Simulator:
         """Run one step and return float32 logits [L, V]; the step's K and V are appended to `state`."""
         arrays = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in step._asdict().items()}
         state.set_step(*(arrays[name] for name in ("slot_mapping", "block_tables", "seq_lens", "cu_q_lens")))
-        memory = Memory(self, {name: arrays[name] for name in INPUT_NAMES})
+        memory = Memory(self, {name: arrays[name] for name in (*INPUT_NAMES, "slot_mapping")}, state)
         with paged_state(state), torch.inference_mode():
             for part in self.parts.parts:
                 if isinstance(part, Launch):
@@ -73,8 +73,8 @@ class Simulator:
 class Memory:
     """The buffers of one step. counts: T and L."""
 
-    def __init__(self, simulator: Simulator, inputs: dict[str, Tensor]) -> None:
-        self.simulator = simulator
+    def __init__(self, simulator: Simulator, inputs: dict[str, Tensor], state: PagedState) -> None:
+        self.simulator, self.state = simulator, state
         self.tensors = dict(inputs)
         self.counts = {"T": len(inputs["input_ids"]), "L": len(inputs["logits_indices"])}
 
@@ -84,6 +84,8 @@ class Memory:
             buffer = self.simulator.parts.buffers[name]
             if buffer.rows is None:
                 return self.simulator.weight(name)
+            if buffer.rows == SLOTS:
+                return self.pool(buffer)
             self.tensors[name] = torch.full(
                 (self.counts[buffer.rows], buffer.width),
                 math.nan if buffer.dtype.is_floating_point else 0,
@@ -91,11 +93,22 @@ class Memory:
             )
         return self.tensors[name]
 
+    def pool(self, buffer: Buffer) -> Tensor:
+        """Return a layer's keys or values: "keys_3" are `state.keys[3]`, [slots, heads, channels]."""
+        kind, layer = buffer.name.split("_")
+        pools: dict[int, Tensor] = getattr(self.state, kind)
+        if int(layer) not in pools:
+            slots = self.state.num_blocks * self.state.block_size
+            pools[int(layer)] = torch.zeros(slots, *buffer.shape[1:], dtype=buffer.dtype)
+        return pools[int(layer)]
+
     def store(self, buffer: Buffer, value: Tensor) -> None:
         assert buffer.row_axis is not None
         self.tensors[buffer.name] = value.movedim(buffer.row_axis, 0).contiguous()
 
     def view(self, view: View) -> Tensor:
+        if self.simulator.parts.buffers[view.buffer].rows == SLOTS:
+            return self.tensor(view.buffer)[self.tensors["slot_mapping"].long()]  # what attention would append
         memory = self.tensor(view.buffer).reshape(-1)
         return torch.as_strided(memory, [self.count(dim) for dim in view.shape], view.strides, view.offset)
 

@@ -31,10 +31,10 @@ def rope(section: Section, node: fx.Node, index: Indices) -> Value:
         pair, second = d.divide(2)
         partner = d + 1 + second * -2
         angle = pair.divide(half)[1]
-        is_first = f"({second.text}) == 0"
+        is_first = f"{second.grouped} == 0"
     else:
         partner, angle = (d + half).divide(2 * half)[1], d.divide(half)[1]
-        is_first = f"({d.text}) < {half}"
+        is_first = f"{d.grouped} < {half}"
     x, other = section.value(source, index), section.value(source, (*outer, partner))
     tables = [section.operand(table, "float", (*outer[:-1], angle)) for table in (cos, sin)]
     c, s = tables
@@ -45,7 +45,7 @@ def rope(section: Section, node: fx.Node, index: Indices) -> Value:
     turned = section.emit(node.name, text, "float", x, c, signed, s)
     if 2 * half == width:
         return turned
-    return section.where(node.name, f"({d.text}) < {2 * half}", d.axes, turned, x)
+    return section.where(node.name, f"{d.grouped} < {2 * half}", d.axes, turned, x)
 
 
 def cat(section: Section, node: fx.Node, index: Indices) -> Value:
@@ -69,7 +69,7 @@ def joined(section: Section, node: fx.Node, index: Indices, place: int, parts: S
             if found is None:
                 found = value
             else:
-                found = section.where(node.name, f"({at.text}) < {begin}", at.axes, found, value)
+                found = section.where(node.name, f"{at.grouped} < {begin}", at.axes, found, value)
         begin = end
     assert found is not None
     return found
@@ -86,9 +86,9 @@ def within(at: Index, begin: int, end: int) -> Index | None:
         return at + -begin
     tests = []
     if at.low is None or at.low < begin:
-        tests.append(f"({at.text}) >= {begin}")
+        tests.append(f"{at.grouped} >= {begin}")
     if at.high is None or at.high >= end:
-        tests.append(f"({at.text}) < {end}")
+        tests.append(f"{at.grouped} < {end}")
     shifted = at + -begin
     return index_of_part(shifted, end - begin, (*at.masks, *tests))
 
@@ -123,7 +123,7 @@ def slice_scatter(section: Section, node: fx.Node, index: Indices) -> Value:
     number, rest = inside.divide(step)
     tests = [*(f"({mask})" for mask in inside.masks if mask not in at.masks)]
     if rest.constant is None:
-        tests.append(f"(({rest.text}) == 0)")
+        tests.append(f"({rest.grouped} == 0)")
     elif rest.constant:
         return below
     value = section.operand(source, kind(node), replaced(index, place, number))
@@ -142,7 +142,7 @@ def select_scatter(section: Section, node: fx.Node, index: Indices) -> Value:
     if at.constant is not None:
         return section.operand(source, kind(node), rest) if at.constant == which else section.value(base, index)
     value, below = section.operand(source, kind(node), rest), section.operand(base, kind(node), index)
-    return section.where(node.name, f"({at.text}) == {which}", at.axes, value, below)
+    return section.where(node.name, f"{at.grouped} == {which}", at.axes, value, below)
 
 
 def looked_up(

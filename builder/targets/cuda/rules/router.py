@@ -94,7 +94,7 @@ def scatter(section: Section, node: fx.Node, index: Indices) -> Value:
         value = (
             section.value(filling, each) if isinstance(filling, fx.Node) else section.operand(filling, kind(node), each)
         )
-        hit = section.emit(f"{node.name}_hit", f"{where.text} == ({at.text})", "bool", where, at.axes)
+        hit = section.emit(f"{node.name}_hit", f"{where.text} == {at.grouped}", "bool", where, at.axes)
         result = section.where(node.name, hit.text, hit.axes, value, result)
     return result
 
