@@ -16,8 +16,11 @@ from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.cuda.kernel_source import specs
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
 from llmbuild.builder.targets.cuda.simulate import Simulator
+from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.recipes import find_recipe
+from support.families import FAMILIES as DENSE
+from support.families import MOE_FAMILIES
 from support.packed_driver import Request, drive
 from support.tiny_models import save_tiny, tiny_model
 
@@ -34,6 +37,9 @@ FAMILIES = {
     "deepseek_v3": (12, 9),
     "gpt_oss": (11, 7),
 }
+
+REFUSED = {"llama4_text": "rows that are not the first axis"}  # experts in plain products, [E, T, H] as [E·T, H]
+EVERY = (*DENSE, *MOE_FAMILIES)
 
 
 def optimized(family: str, directory: Path, dtype: torch.dtype = torch.float32, **options: int) -> Program:
@@ -58,19 +64,37 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return optimized("llama", tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_parts_compute_the_logits_of_the_graph(family: str, tmp_path: Path) -> None:
-    program = optimized(family, tmp_path)
-    simulator = Simulator(program)
-    oracle = Oracle(program)
+def agreeing(program: Program) -> Simulator:
+    """Run `program` cut into parts and whole; logits and KV pools must agree. Returns what ran the parts."""
+    simulator, oracle = Simulator(program), Oracle(program)
     mine, plain = PagedState(num_blocks=8, block_size=8), PagedState(num_blocks=8, block_size=8)
     expected = np.concatenate(drive(lambda s: oracle.run(s, plain).numpy(), requests(), num_blocks=8))
     found = np.concatenate(drive(lambda s: simulator.run(s, mine).numpy(), requests(), num_blocks=8))
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert plain.keys.keys() == mine.keys.keys()
     for layer in plain.keys:
         torch.testing.assert_close(mine.keys[layer], plain.keys[layer], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mine.values[layer], plain.values[layer], rtol=1e-5, atol=1e-5)
-    assert (len(launches(simulator.parts)), len(simulator.parts.kernels)) == FAMILIES[family]
+    return simulator
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_compute_the_logits_of_the_graph(family: str, tmp_path: Path) -> None:
+    parts = agreeing(optimized(family, tmp_path)).parts
+    assert (len(launches(parts)), len(parts.kernels)) == FAMILIES[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in EVERY if name not in FAMILIES and name not in REFUSED])
+def test_every_other_family_too(family: str, tmp_path: Path) -> None:
+    agreeing(optimized(family, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_written_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=REFUSED[family]):
+        partition(optimized(family, tmp_path))
 
 
 def test_a_llama_layer_takes_four_row_programs(llama: Program, tmp_path: Path) -> None:
