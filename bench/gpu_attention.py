@@ -183,15 +183,17 @@ def check(batch: Batch, out: Tensor) -> float:
 
 
 def decode_tilings() -> list[Tiling]:
-    grid = itertools.product((32, 64, 128), (1, 2, 4, 8), (3, 4, 5, 6), (1, 2, 3, 4, 6, 8, 16))
+    grid = itertools.product((32, 64, 128), (1, 2, 4, 8), (3, 5, 7, 9), (1, 2, 3, 4, 6, 8, 16))
     # at most 128 KiB of keys and values in flight; wider steps than 32 keys a warp need more registers than there are
-    return [DecodeTiling(*entry) for entry in grid if entry[0] * (entry[2] - 2) <= 256 and entry[0] <= 32 * entry[1]]
+    return [DecodeTiling(*entry) for entry in grid if entry[0] * (entry[2] // 2) <= 256 and entry[0] <= 32 * entry[1]]
 
 
 def prefill_tilings() -> list[Tiling]:
-    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4, 5))
+    grid = itertools.product((64, 128), (32, 64, 128), (4, 8), (3, 5, 7))
     # one group of 4 warps for 64 rows: with twice as many rows, results do not fit into registers
-    return [PrefillTiling(*entry) for entry in grid if entry[0] == 16 * entry[2] and entry[1] * entry[3] <= 384]
+    return [
+        PrefillTiling(*entry) for entry in grid if entry[0] == 16 * entry[2] and entry[1] * (entry[3] // 2 + 1) <= 256
+    ]
 
 
 def compile_tiling(kind: str, tiling: Tiling) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -24,17 +25,22 @@ def emit(**record: Any) -> dict[str, Any]:
 
 def environment(packages: Iterable[str]) -> dict[str, Any]:
     """The first record of a run: date, commit, processor, and the versions of `packages` that are installed."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "kind": "environment",
         "date": date.today().isoformat(),
-        "commit": commit,
+        "commit": commit(),
         "processor": processor(),
         "python": platform.python_version(),
         "versions": {name: found for name in packages if (found := package_version(name)) is not None},
     }
+
+
+def commit() -> str:
+    """The commit that is checked out, with "-dirty" where files differ; empty for a copy without git."""
+    if shutil.which("git") is None:
+        return ""
+    describe = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def package_version(name: str) -> str | None:

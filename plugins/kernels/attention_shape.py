@@ -120,6 +120,11 @@ class AttentionShape:
         return tokens * self.kv_bytes * (sum(split_width(self.head_dim)) + power_of_2(self.value_dim))
 
 
+def steps_in_flight(num_stages: int) -> int:
+    """Steps of the loop whose keys lie in shared memory: every second stage is that of their table entries."""
+    return max(1, (num_stages - 1) // 2)
+
+
 def power_of_2(size: int) -> int:
     """The smallest power of 2 that is at least `size` and 16, the narrowest that matrix units take."""
     return max(16, 1 << (size - 1).bit_length())

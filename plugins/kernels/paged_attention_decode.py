@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 
 from llmbuild.engine.expressions import evaluate
-from llmbuild.plugins.kernels.attention_shape import PROCESSORS, SHARED_BYTES, AttentionShape, power_of_2
+from llmbuild.plugins.kernels.attention_shape import (
+    PROCESSORS,
+    SHARED_BYTES,
+    AttentionShape,
+    power_of_2,
+    steps_in_flight,
+)
 from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows
 from llmbuild.plugins.kernels.spec import KernelSpec, pointers
 
@@ -252,12 +258,11 @@ def decode_tiling(shape: AttentionShape, sm: int, rows: int = 16) -> DecodeTilin
     Where not even 16 keys do, one program may have all the shared memory.
     """
     whole = SHARED_BYTES[sm] * 1024 - rows * shape.query_bytes - 8 * 1024
-    # A step's table entries, its keys and values, and its products are in different stages: of n, n - 2 hold keys.
-    block_n, stages = 64, 4
-    while (stages - 2) * shape.cached_bytes(block_n) > whole // 2 and block_n > 16:
+    block_n, stages = 64, 5
+    while steps_in_flight(stages) * shape.cached_bytes(block_n) > whole // 2 and block_n > 16:
         block_n //= 2
-    while (stages - 2) * shape.cached_bytes(block_n) > whole and stages > 3:
-        stages -= 1
+    if steps_in_flight(stages) * shape.cached_bytes(block_n) > whole:
+        stages = 3
     warps = 4 if shape.value_dim <= 256 else 8
     return DecodeTiling(block_n, warps, stages, programs_per_processor=4)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES, AttentionShape, power_of_2
+from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES, AttentionShape, power_of_2, steps_in_flight
 from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows
 from llmbuild.plugins.kernels.paged_attention_decode import arguments_of
 from llmbuild.plugins.kernels.spec import KernelSpec
@@ -193,11 +193,17 @@ def prefill_tiling(shape: AttentionShape, sm: int) -> PrefillTiling:
     wide = shape.value_dim > 128 or shape.head_dim > 256
     float32 = shape.dtype == "float32"
     rows = 128 if sm >= 90 and not wide and not float32 else 64
-    block_n, stages = (32 if float32 else 64), (3 if sm >= 90 else 2)
-    queries = rows * shape.head_dim * (4 if float32 else 2)
-    while stages * shape.cached_bytes(block_n) + queries > budget and stages > 1:
-        stages -= 1
-    while stages * shape.cached_bytes(block_n) + queries > budget and block_n > 16:
+    while rows > 16 and rows * shape.query_bytes > SHARED_BYTES[sm] * 1024 // 2:
+        rows //= 2
+    budget -= rows * shape.query_bytes
+    block_n, stages = (32 if float32 else 64), 5
+
+    def needed() -> int:  # one step more than in flight: matrix units read from shared memory while the next arrive
+        return (steps_in_flight(stages) + 1) * shape.cached_bytes(block_n)
+
+    if needed() > budget:
+        stages = 3
+    while needed() > budget and block_n > 16:
         block_n //= 2
     return PrefillTiling(rows, block_n, 8 if rows * power_of_2(shape.value_dim) >= 128 * 128 else 4, stages)
 
