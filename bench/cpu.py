@@ -7,7 +7,8 @@ machine's speed meets all alike, and the best round of each is compared. Times a
 
     ms per decode step = (t(prompt, 1 + N tokens) - t(prompt, 1 token)) / N        TTFT = t(prompt, 1 token)
 
-JSON lines first, tables last.
+The weight-only recipes are made from the float32 checkpoint that the GGUF stands for, since they leave the blocks of a
+GGUF as they are. JSON lines first, tables last.
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ def convert(model: Path, recipe: str, directory: Path) -> Path:
     return engine
 
 
+def write_float_checkpoint(gguf: Path, directory: Path) -> Path:
+    """Write the GGUF's weights, dequantized to float32, as a Hugging Face directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    AutoModelForCausalLM.from_pretrained(**source, dtype="float32").save_pretrained(directory)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+    return directory
+
+
 def directory_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
@@ -136,8 +147,12 @@ def main() -> None:
     ours = f"llmbuild-{package_version('llmbuild')}"
     with tempfile.TemporaryDirectory() as folder:
         contenders = []
-        for recipe in arguments.recipes.split(","):
-            engine = convert(arguments.model, recipe, Path(folder))
+        recipes = arguments.recipes.split(",")
+        rounded = [recipe for recipe in recipes if recipe.endswith("-wo")]
+        checkpoint = write_float_checkpoint(arguments.model, Path(folder) / "float32") if rounded else None
+        for recipe in recipes:
+            model = checkpoint if checkpoint is not None and recipe in rounded else arguments.model
+            engine = convert(model, recipe, Path(folder))
             records.append(emit(peer=ours, tag=recipe, kind="size", bytes=directory_bytes(engine)))
             contenders.append(Contender(ours, recipe, sys.executable, "llmbuild", engine, arguments.threads))
         hf = f"hf-eager-transformers-{package_version('transformers')}"

@@ -36,6 +36,9 @@ def check_placeholders(program: Program) -> None:
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     if tuple(names[: len(INPUT_NAMES)]) != INPUT_NAMES:
         raise AssertionError(f"the graph's inputs are {names[:3]}, not {INPUT_NAMES}")
+    for name in INPUT_NAMES:
+        if any(isinstance(dim, int) for dim in plain_size(program.placeholder(name).meta["val"].shape)):
+            raise AssertionError(f"{name} has lost its symbolic size: something fixed it to the traced example's")
     if set(names[len(INPUT_NAMES) :]) != set(program.weights):
         raise AssertionError(f"placeholders and weights differ: {set(names[3:]) ^ set(program.weights)}")
     for name, expr in program.weights.items():

@@ -90,8 +90,8 @@ def attend_one(
     scores = torch.einsum("qhd,khd->hqk", q, keys).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    query_positions = torch.arange(length - queries, length)[:, None]
-    distance = torch.arange(length)[None] - query_positions  # <= 0 for keys that the query may see
+    query_positions = torch.arange(length - queries, length, device=q.device)[:, None]
+    distance = torch.arange(length, device=q.device)[None] - query_positions  # <= 0 for keys that the query may see
     if alibi_slopes is not None:
         scores = scores + alibi_slopes.float()[:, None, None] * distance
     visible = distance <= 0

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import llmbuild.plugins.ops  # noqa: F401  (registers torch.ops.llmbuild, which the passes match and emit)
@@ -92,7 +93,8 @@ def propagate(node: fx.Node, mode: FakeTensorMode) -> Any:
     if key not in known:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: arg.meta["val"])
         target: Any = node.target
-        with mode, torch.no_grad():
+        # Without this dispatcher some ops of torch 2.11 fix a symbolic size to that of the traced example.
+        with mode, torch.no_grad(), enable_python_dispatcher():
             known[key] = target(*args, **kwargs)
     return known[key]
 

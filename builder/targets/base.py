@@ -39,7 +39,7 @@ class CompileOptions:
 class CompiledTarget:
     """What `compile` leaves behind besides files: the target's section of `engine.json` and lines for the report.
 
-    requires: package -> version range checked at load, e.g. {"onnxruntime": ">=1.24,<2"}.
+    requires: package -> version range checked at load, e.g. {"onnxruntime": ">=1.32,<2"}.
     toolchain: package -> version that built it.
     section: target-specific JSON values the executor needs (file names, input order). Deterministic.
     weight_bytes: bytes of weights by storage format ("float32", "Q4_1"), for the report.

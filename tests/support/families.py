@@ -8,10 +8,14 @@ VOCAB_SIZE = 288  # 256 bytes, 3 special tokens, 29 merges
 
 _WINDOWED: dict[str, Any] = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
 KINDS = ("full_attention", "sliding_attention")
-# One rotary base for each kind of layer; full ones rotate half of each head.
+# One rotary base for each kind of layer.
 _TWO_BASES: dict[str, Any] = dict(
-    full_attention=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5),
+    full_attention=dict(rope_type="default", rope_theta=5e5),
     sliding_attention=dict(rope_type="default", rope_theta=1e4),
+)
+# Full layers rotate half of each head.
+_HALF_TURNED: dict[str, Any] = _TWO_BASES | dict(
+    full_attention=dict(_TWO_BASES["full_attention"], partial_rotary_factor=0.5)
 )
 _LATENT: dict[str, Any] = dict(
     num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16
@@ -214,7 +218,7 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=48,
         num_attention_heads_per_layer=[4, 6],
         moe_routed_scaling_factor=1.5,
-        rope_parameters=_TWO_BASES,
+        rope_parameters=_HALF_TURNED,
         **_WINDOWED,
     ),
     "axk1": dict(_SHARED, **_LATENT, mlp_layer_types=["dense", "sparse"], routed_scaling_factor=1.5),

@@ -80,7 +80,7 @@ class CpuTarget:
         if compiler is not None:
             toolchain["c++"] = compiler.version
         return CompiledTarget(
-            requires={"onnxruntime": ">=1.24,<2"},
+            requires={"onnxruntime": ">=1.32,<2"},
             toolchain=toolchain,
             section=section(emitter, native=native, paged=paged),
             weight_bytes=emitter.weights.bytes_by_storage(),

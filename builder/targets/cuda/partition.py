@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -97,7 +98,7 @@ def partition(program: Program) -> Partition:
         parts += [plan.barrier(node) for node in calls if plan.level[node] == level and node in plan.barriers]
         for name, rows, outputs in plan.outputs(level):
             try:
-                kernel = row_program(name, rows, outputs, lambda node, level=level: plan.stored(node, level))
+                kernel = row_program(name, rows, outputs, partial(plan.stored, level=level))
             except NoRule as problem:
                 problems.setdefault(problem.node, problem.reason)
                 continue

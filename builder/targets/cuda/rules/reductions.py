@@ -174,6 +174,7 @@ def layer_norm(section: Section, node: fx.Node, index: Indices) -> Value:
 def small_product(section: Section, node: fx.Node, index: Indices) -> Value:
     """A product of two values of one token: Σ_k a[.., i, k] · b[.., k, j]."""
     left, right = node.args[:2]
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     a_dims, b_dims = size(left), size(right)
     if len(a_dims) < 2 or len(b_dims) < 2:
         raise NoRule(node, f"a product of {list(a_dims)} and {list(b_dims)}")
