@@ -150,7 +150,43 @@ def convert_section(records: list[Record]) -> list[str]:
     return lines
 
 
-SECTIONS = {"cpu": cpu_section, "convert": convert_section, "trace": trace_section}
+def attention_section(records: list[Record]) -> list[str]:
+    shapes: dict[tuple[str, int, int], dict[str, Record]] = {}
+    for row in records:
+        if "kernel" not in row:
+            continue
+        of_shape = shapes.setdefault((row["kind"], row["batch"], row["length"]), {})
+        if row["kernel"] != "ours":
+            of_shape[row["kernel"]] = row
+        if row.get("default"):
+            of_shape["default"] = row
+        if row.get("best"):
+            of_shape["best"] = row
+    lines = ["## Attention kernels of the cuda target", "", environment_line(records), ""]
+    lines += [
+        "Microseconds a call, bfloat16, 32 query and 8 KV heads of 128 channels, pages of 16 tokens, caches cold in L2",
+        "(`python bench/gpu_attention.py`). *default* is the tiling that was built in at that commit, *best* the fastest",
+        "of those tried. The peers are torch's `scaled_dot_product_attention` on a contiguous cache, without pages.",
+        "",
+    ]
+    cells = []
+    for (kind, batch, length), of_shape in shapes.items():
+        best = of_shape["best"]
+        speed = f"{best['tb_s']:.2f} TB/s" if "tb_s" in best else f"{best['tflop_s']:.0f} TFLOP/s"
+        peers = [f"{of_shape[peer]['us']:.1f}" for peer in ("sdpa-flash", "sdpa-cudnn")]
+        cells.append(
+            [kind, f"{batch} × {length:,}", f"{of_shape['default']['us']:.1f}", f"{best['us']:.1f}", speed, *peers]
+        )
+    header = ["", "sequences × tokens", "default", "best", "speed of the best", "SDPA flash", "SDPA cuDNN"]
+    return lines + markdown_table(header, cells)
+
+
+SECTIONS = {
+    "cpu": cpu_section,
+    "convert": convert_section,
+    "trace": trace_section,
+    "h200-attention": attention_section,
+}
 
 
 def page() -> str:

@@ -258,13 +258,14 @@ def decode_tiling(shape: AttentionShape, sm: int, rows: int = 16) -> DecodeTilin
     Where not even 16 keys do, one program may have all the shared memory.
     """
     whole = SHARED_BYTES[sm] * 1024 - rows * shape.query_bytes - 8 * 1024
-    block_n, stages = 64, 5
+    # Measured on an H200 with heads of 128 channels (docs/performance.md): many small programs with deep pipelines.
+    block_n, stages = 32, 7
     while steps_in_flight(stages) * shape.cached_bytes(block_n) > whole // 2 and block_n > 16:
         block_n //= 2
     if steps_in_flight(stages) * shape.cached_bytes(block_n) > whole:
         stages = 3
-    warps = 4 if shape.value_dim <= 256 else 8
-    return DecodeTiling(block_n, warps, stages, programs_per_processor=4)
+    warps = 1 if max(shape.head_dim, shape.value_dim) <= 128 else 4 if shape.value_dim <= 256 else 8
+    return DecodeTiling(block_n, warps, stages, programs_per_processor=3)
 
 
 def decode_plan(
