@@ -165,7 +165,7 @@ def attention_section(records: list[Record]) -> list[str]:
     lines = ["## Attention kernels of the cuda target", "", environment_line(records), ""]
     lines += [
         "Microseconds a call, bfloat16, 32 query and 8 KV heads of 128 channels, pages of 16 tokens, caches cold in L2",
-        "(`python bench/gpu_attention.py`). *default* is the tiling that is built in, *best* the fastest of those tried",
+        "(`python bench/gpu_attention.py`). *default* is the built-in tiling, *best* the fastest that was tried",
         "(a quick run tries no others). The peers are torch's `scaled_dot_product_attention` on a contiguous cache,",
         "without pages.",
         "",
