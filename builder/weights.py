@@ -168,18 +168,10 @@ def _blocks_below_each_other(parts: Sequence[WeightExpr]) -> BlockTensor:
 
 
 @dataclass(frozen=True)
-class Concat:
-    """Several weights stacked along axis 0 (q/k/v, gate/up), never held twice.
-
-    Block formats survive when all parts share one and each part covers whole rows, which axis 0 guarantees.
-    """
+class _Joined:
+    """Weights of which one after the other is read; all blocks survive when the parts share one format."""
 
     parts: tuple[WeightExpr, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        return (sum(part.shape[0] for part in self.parts), *first[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -189,14 +181,6 @@ class Concat:
     def block_format(self) -> BlockFormat | None:
         formats = {part.block_format for part in self.parts}
         return formats.pop() if len(formats) == 1 else None
-
-    def load(self) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.dtype)
-        row = 0
-        for part in self.parts:
-            out[row : row + part.shape[0]] = part.load()
-            row += part.shape[0]
-        return out
 
     def load_blocks(self) -> BlockTensor:
         return _blocks_below_each_other(self.parts)
@@ -212,6 +196,27 @@ class Concat:
 
     def held(self, elements: int) -> int:
         return max(part.held(elements) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Concat(_Joined):
+    """Several weights stacked along axis 0 (q/k/v, gate/up), never held twice.
+
+    Block formats survive when all parts share one and each part covers whole rows, which axis 0 guarantees.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (sum(part.shape[0] for part in self.parts), *first[1:])
+
+    def load(self) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype)
+        row = 0
+        for part in self.parts:
+            out[row : row + part.shape[0]] = part.load()
+            row += part.shape[0]
+        return out
 
 
 @dataclass(frozen=True)
@@ -253,48 +258,22 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(_Joined):
     """Weights of one shape along a new axis 0: the experts of a layer, loaded one after the other.
 
     Beside the stacked tensor only one part is ever in memory. If all parts are stored in blocks of one format, so is
     the stack; its blocks are those of the parts below each other, [E·N, K].
     """
 
-    parts: tuple[WeightExpr, ...]
-
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.parts), *self.parts[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def block_format(self) -> BlockFormat | None:
-        formats = {part.block_format for part in self.parts}
-        return formats.pop() if len(formats) == 1 else None
 
     def load(self) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
         for place, part in enumerate(self.parts):
             out[place] = part.load()
         return out
-
-    def load_blocks(self) -> BlockTensor:
-        return _blocks_below_each_other(self.parts)
-
-    def sources(self) -> frozenset[str]:
-        return frozenset().union(*(part.sources() for part in self.parts))
-
-    def pieces(self, elements: int) -> Iterator[Tensor]:
-        return (piece for part in self.parts for piece in part.pieces(elements))
-
-    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
-        return (piece for part in self.parts for piece in part.block_pieces(elements))
-
-    def held(self, elements: int) -> int:
-        return max(part.held(elements) for part in self.parts)
 
 
 def items(stack: WeightExpr) -> tuple[WeightExpr, ...]:

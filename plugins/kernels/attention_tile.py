@@ -131,3 +131,25 @@ def attend_range(
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
         peak = new_peak
     return acc, total, peak
+
+
+@triton.jit
+def store_result(
+    out,
+    q_rows,
+    head,
+    live,
+    acc,
+    total,
+    peak,
+    sinks,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Take the sinks in, if there are any, and store the live rows of a tile that has seen all of its keys."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head, mask=live, other=0.0) * LOG2E - peak)
+    channels = tl.arange(0, VALUE_BLOCK)
+    mask = live[:, None] & (channels[None, :] < VALUE_DIM)
+    result = acc / total[:, None]
+    tl.store(out + q_rows[:, None] * VALUE_DIM + channels[None, :], result.to(out.dtype.element_ty), mask=mask)

@@ -25,7 +25,7 @@ from llmbuild.plugins.kernels.attention_shape import (
     power_of_2,
     steps_in_flight,
 )
-from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows
+from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows, store_result
 from llmbuild.plugins.kernels.spec import KernelSpec, pointers
 
 MOST_SPLITS = 64
@@ -143,18 +143,13 @@ def paged_attention_decode(
     if KV_SCALES == "layer":
         acc *= tl.load(v_scales)
 
-    channels = tl.arange(0, VALUE_BLOCK)
     if splits == 1:
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
-            total += tl.exp2(sink - peak)
-        mask = live[:, None] & (channels[None, :] < VALUE_DIM)
-        result = acc / total[:, None]
-        tl.store(out + q_rows[:, None] * VALUE_DIM + channels[None, :], result.to(out.dtype.element_ty), mask=mask)
+        store_result(out, q_rows, head, live, acc, total, peak, sinks, VALUE_DIM, VALUE_BLOCK)
     else:
         # A row without a key in this range has the sum 0, log2 of it -inf, and no partial result that is read.
         places = ((sequence * MOST_QUERIES + token) * HEADS + head).to(tl.int64) * splits + split
         some = live & (total > 0)
+        channels = tl.arange(0, VALUE_BLOCK)
         tl.store(sums + places, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=live)
         mask = some[:, None] & (channels[None, :] < VALUE_DIM)
         tl.store(partial + places[:, None] * VALUE_DIM + channels[None, :], acc / total[:, None], mask=mask)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES, AttentionShape, power_of_2, steps_in_flight
-from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows
+from llmbuild.plugins.kernels.attention_tile import attend_range, load_rows, store_result
 from llmbuild.plugins.kernels.paged_attention_decode import arguments_of
 from llmbuild.plugins.kernels.spec import KernelSpec
 
@@ -168,13 +168,7 @@ def paged_attention_prefill(
 
     if KV_SCALES == "layer":
         acc *= tl.load(v_scales)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
-        total += tl.exp2(sink - peak)
-    channels = tl.arange(0, VALUE_BLOCK)
-    mask = live[:, None] & (channels[None, :] < VALUE_DIM)
-    result = acc / total[:, None]
-    tl.store(out + q_rows[:, None] * VALUE_DIM + channels[None, :], result.to(out.dtype.element_ty), mask=mask)
+    store_result(out, q_rows, head, live, acc, total, peak, sinks, VALUE_DIM, VALUE_BLOCK)
 
 
 @dataclass(frozen=True)
