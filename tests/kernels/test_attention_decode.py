@@ -11,35 +11,14 @@ from hypothesis import strategies as st
 
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import MOST_SPLITS, DecodeTiling, decode_plan
-from support.attention_cases import NAN, SM, check, decode, launch, make_case
+from support.attention_cases import FEATURES as COMMON
+from support.attention_cases import NAN, PLAIN, SM, check, decode, launch, make_case
 
 TILING = DecodeTiling(block_n=16, num_warps=4, num_stages=2, programs_per_processor=1)
-PLAIN = AttentionShape(2, 1, 32, 32, scale=0.2, dtype="float32", kv_dtype="float32")
 FEATURES = {
-    "plain": {},
-    "multi_head": {"kv_heads": 2},
-    "groups": {"heads": 4, "kv_heads": 2},
-    "group_of_3": {"heads": 3},
-    "window": {"window": 19},
-    "window_1": {"window": 1},
-    "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": True},
-    "alibi": {"alibi": True},
-    "alibi_softcap_window_sinks": {"alibi": True, "softcap": 2.0, "window": 37, "sinks": True},
-    "head_8": {"head_dim": 8, "value_dim": 8},
-    "head_80": {"head_dim": 80, "value_dim": 80},
+    **COMMON,
     "head_112": {"head_dim": 112, "value_dim": 112},
-    "head_192_128": {"head_dim": 192, "value_dim": 128},
-    "head_576_512": {"head_dim": 576, "value_dim": 512},
-    "page_8": {"page": 8},
-    "page_64": {"page": 64},
-    "float16": {"dtype": "float16", "kv_dtype": "float16"},
-    "bfloat16": {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
-    "float8_layer": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "kv_scales": "layer"},
-    "float8_softcap": {"dtype": "float16", "kv_dtype": "float8_e4m3fn", "kv_scales": "layer", "softcap": 1.5},
     "float8_plain": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"},
-    "int8_token": {"dtype": "bfloat16", "kv_dtype": "int8", "kv_scales": "token"},
-    "int8_layer": {"dtype": "float32", "kv_dtype": "int8", "kv_scales": "layer"},
 }
 
 

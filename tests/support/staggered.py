@@ -80,6 +80,14 @@ def serve(
     return Served([tokens[index] for index in range(len(prompts))], recorder.logits, recorder.step_tokens)
 
 
+def check_tokens(model: torch.nn.Module, engine: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Serve an engine of 24 tokens a step and compare all of its tokens with those of transformers."""
+    served = serve(engine, prompts, max_tokens)
+    assert max(served.steps) == 24  # chunked: at least one step was filled to the budget
+    for prompt, tokens in zip(prompts, served.tokens, strict=True):
+        assert tokens == generate(model, prompt, max_tokens)
+
+
 def generate(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What transformers' own greedy `generate` gives, end of sequence ignored."""
     ids = torch.tensor([list(prompt)])

@@ -14,9 +14,7 @@ import torch
 from llmbuild.builder.ir import Constant, Program
 from llmbuild.builder.passes.edit import arguments, fake_mode_of
 from llmbuild.builder.targets.cpu import native_library
-from support.cpu_engines import compiled, open_session, optimized, oracle_logits, session_logits
-
-needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="no C++ compiler")
+from support.cpu_engines import compiled, needs_compiler, open_session, optimized, oracle_logits, session_logits
 
 SINKS, SLOPES = [0.5, -1.0, 2.0, 0.0], [0.1, 0.2, 0.05, 0.4]
 

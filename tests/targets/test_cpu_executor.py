@@ -15,10 +15,8 @@ from llmbuild.engine.reader import Engine, open_engine
 from llmbuild.errors import EngineError
 from llmbuild.runtime.executors import cpu_session
 from llmbuild.runtime.executors.cpu import CpuExecutor, default_blocks
-from support.cpu_engines import Conversation, scenario
+from support.cpu_engines import Conversation, needs_compiler, scenario
 from support.tiny_models import save_tiny, tiny_model
-
-needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")

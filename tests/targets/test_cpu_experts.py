@@ -21,12 +21,11 @@ from llmbuild.builder.targets.cpu.target import CpuTarget
 from llmbuild.plugins import moe_reference
 from llmbuild.quantization.recipes import find_recipe
 from llmbuild.runtime.executors.cpu_session import CpuSession
-from support.cpu_engines import compiled, open_session, optimized, oracle_logits, session_logits
+from support.cpu_engines import compiled, needs_compiler, open_session, optimized, oracle_logits, session_logits
 from support.small_programs import random, result, small_program
 from support.tiny_models import MOE_FAMILIES
 
 COMPILER = native_library.find_compiler()
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 FORMS = [pytest.param(False, id="onnxruntime"), pytest.param(True, id="native", marks=needs_compiler)]
 EXPERTS, CHOICES, HIDDEN = 5, 2, 16
 

@@ -8,10 +8,8 @@ import numpy as np
 import psutil
 import pytest
 
-from llmbuild.builder.targets.cpu import native_library
-from support.cpu_engines import LIMITS, Conversation, compiled, open_session, optimized, run_step
+from support.cpu_engines import LIMITS, Conversation, compiled, needs_compiler, open_session, optimized, run_step
 
-needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="no C++ compiler")
 FORMS = [pytest.param(False, id="dense"), pytest.param(True, id="paged", marks=needs_compiler)]
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from llmbuild.builder.targets.cpu import native_library
-from support.cpu_engines import compiled, open_session, optimized, oracle_logits, session_logits
+from support.cpu_engines import compiled, needs_compiler, open_session, optimized, oracle_logits, session_logits
 from support.tiny_models import FAMILIES
 
-needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="no C++ compiler")
 FORMS = [pytest.param(False, id="onnxruntime"), pytest.param(True, id="native", marks=needs_compiler)]
 
 # One family for each form of attention, rope, norm and activation that the lowering has; the others are marked slow.

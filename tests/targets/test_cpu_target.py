@@ -17,9 +17,7 @@ from llmbuild.builder.targets.cpu import native_library
 from llmbuild.builder.targets.cpu.target import CpuTarget
 from llmbuild.builder.targets.registry import find_target
 from llmbuild.errors import ConfigError, UnsupportedError
-from support.cpu_engines import LIMITS, compiled, optimized
-
-needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="no C++ compiler")
+from support.cpu_engines import LIMITS, compiled, needs_compiler, optimized
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ from llmbuild.builder.targets.cpu.layouts import whole_tiles
 from llmbuild.errors import ModelError
 from llmbuild.quantization.expressions import Dequantized, Quantized
 from llmbuild.quantization.recipes import PerGroup, WeightOnly
-from support.cpu_engines import compiled, optimized
+from support.cpu_engines import compiled, needs_compiler, optimized
 
 INT4 = WeightOnly(4, PerGroup(16))
 
@@ -91,17 +91,12 @@ def test_pieces_are_regrouped_into_whole_tiles() -> None:
         assert np.array_equal(np.concatenate([tile[0] for tile in tiles]), q)
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize(("family", "recipe"), [("llama", "none"), ("llama", "int4-wo"), ("qwen3_moe", "int8-wo")])
 def test_small_pieces_give_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, recipe: str, native: bool
 ) -> None:
     program = optimized(tmp_path, family, recipe)
-    if native:
-        from llmbuild.builder.targets.cpu import native_library
-
-        if native_library.find_compiler() is None:
-            pytest.skip("no C++ compiler")
     compiled(program, tmp_path / "whole", native=native)
     program = optimized(tmp_path, family, recipe)
     reads = []
