@@ -144,8 +144,11 @@ class AsyncLLM:
             reason = EngineStoppedError(f"the engine failed: {error}", hint="load it again; the cause is chained")
             reason.__cause__ = error
         finally:
-            self._stop(reason, mailboxes)
-            core.close()
+            # Free the engine first: who hears that it stopped may load it again at once.
+            try:
+                core.close()
+            finally:
+                self._stop(reason, mailboxes)
 
     def _apply_commands(self, core: EngineCore, mailboxes: dict[str, _Mailbox]) -> bool:
         """Apply all commands there are, waiting for one when there is nothing else to do. False: stop."""

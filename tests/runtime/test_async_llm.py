@@ -29,6 +29,10 @@ class Gate(FakeExecutor):
         time.sleep(0.001)
         return super().execute(step, sampling)
 
+    def close(self) -> None:
+        time.sleep(0.02)  # as long as freeing takes: nobody may hear of the end before
+        super().close()
+
 
 @pytest.fixture
 def core_of(monkeypatch):
@@ -54,7 +58,7 @@ async def collect(outputs) -> list[int]:
     return last.outputs[0].token_ids
 
 
-async def wait_until(condition, seconds: float = 5.0) -> None:
+async def wait_until(condition, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened in time"
