@@ -81,7 +81,12 @@ def write_float_checkpoint(gguf: Path, directory: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    AutoModelForCausalLM.from_pretrained(**source, dtype="float32").save_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
+    # The loaded model is marked as quantized, though its weights are not any more: a model so marked is not written.
+    del model.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(directory)
     AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
     return directory
 
