@@ -1,0 +1,338 @@
+"""`plan/plan.json`: what the cuda target runs in a step, in order. Strict, versioned; written and read without torch.
+
+    arena    one allocation; each buffer has a fixed place in it, shared with buffers that live at other times
+    inputs   the arrays that the host writes before a step
+    ops      kernels of the pack (`kernel_pack.py`) and GEMMs, in order
+    logits   the buffer in which they end
+
+Sizes are expressions (`expressions.py`) over T tokens, B sequences and L rows of logits of the step. A step is "decode"
+when every sequence has one new token (T = B), otherwise "mixed"; ops may belong to one kind of step only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from llmbuild.engine.expressions import evaluate, parse
+from llmbuild.engine.manifest import Bytes, Count, Section
+from llmbuild.errors import EngineError
+
+PLAN_VERSION = 1
+ALIGNMENT = 256  # bytes: of buffers, weights and pools
+DAMAGED = "convert the model again with --force, or restore the file from a good copy"
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "uint64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+When = Literal["always", "decode", "mixed"]
+
+
+def _legal(text: str) -> str:
+    try:
+        parse(text)
+    except EngineError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _known(name: str) -> str:
+    if name not in ITEM_BYTES:
+        raise ValueError(f"{name!r} is no dtype of buffers")
+    return name
+
+
+SizeText = Annotated[str, Field(max_length=400)]
+DtypeName = Annotated[str, Field(max_length=16)]
+
+
+class Place(Section):
+    """Where an argument lies.
+
+    kind: "buffer" (in the arena), "input", "weight" or "pool" (a layer's keys or values).
+    name: of it. offset: bytes from its start.
+    """
+
+    kind: Literal["buffer", "input", "weight", "pool"]
+    name: str
+    offset: Bytes = 0
+
+
+class Number(Section):
+    """An integer passed by value: an expression."""
+
+    kind: Literal["number"] = "number"
+    value: SizeText
+
+    _check = field_validator("value")(_legal)
+
+
+Argument = Annotated[Place | Number, Field(discriminator="kind")]
+
+
+class KernelOp(Section):
+    """A launch of a kernel of the pack. arguments: in the order of its parameters, scratch pointers left out.
+
+    when: the kind of steps it is part of. label: the graph's nodes that it computes, for people. A kernel whose grid is
+    empty is not launched.
+    """
+
+    op: Literal["kernel"] = "kernel"
+    kernel: str
+    arguments: tuple[Argument, ...]
+    when: When = "always"
+    label: str = ""
+
+
+class SmallGemm(Section):
+    """A kernel that takes the place of the library for at most `most_rows` rows; None: for any number."""
+
+    most_rows: Count | None
+    launches: tuple[KernelOp, ...]
+
+
+class GemmOp(Section):
+    """out[i, m, n] = Σ_k x[i, m, k] · weight[i, n, k] + bias[n], accumulated in float32.
+
+    rows: M. n, k: sizes. batch: i. dtype: of x, weight, bias and out. Strides in elements: x_stride, out_stride from
+    row to row; *_batch from one i to the next. weight_layout: "nk", rows of k numbers, or "kn"; weight_stride from row
+    to row of what is stored. kernels: those used instead of the GEMM library, the first that takes so many rows;
+    most_rows rise.
+    """
+
+    op: Literal["gemm"] = "gemm"
+    x: Place
+    weight: Place
+    bias: Place | None
+    out: Place
+    rows: SizeText
+    n: Count
+    k: Count
+    batch: Count
+    dtype: DtypeName
+    x_stride: Count
+    x_batch: Bytes
+    weight_layout: Literal["nk", "kn"]
+    weight_stride: Count
+    weight_batch: Bytes
+    out_stride: Count
+    out_batch: Bytes
+    kernels: tuple[SmallGemm, ...] = ()
+    when: When = "always"
+    label: str = ""
+
+    _check = field_validator("rows")(_legal)
+    _dtype = field_validator("dtype")(_known)
+
+    def kernels_for(self, rows: int) -> tuple[KernelOp, ...] | None:
+        """Return the launches that compute so many rows, None for the library."""
+        for small in self.kernels:
+            if small.most_rows is None or rows <= small.most_rows:
+                return small.launches
+        return None
+
+
+Op = Annotated[KernelOp | GemmOp, Field(discriminator="op")]
+
+
+class Buffer(Section):
+    """A tensor of a step. size: bytes, an expression. offset: in the arena. first, last: ops between which it lives."""
+
+    name: str
+    dtype: DtypeName
+    size: SizeText
+    offset: Bytes
+    first: Bytes
+    last: Bytes
+
+    _check = field_validator("size")(_legal)
+    _dtype = field_validator("dtype")(_known)
+
+
+class Input(Section):
+    """An array that the host writes. size: elements, an expression."""
+
+    name: str
+    dtype: DtypeName
+    size: SizeText
+
+    _check = field_validator("size")(_legal)
+    _dtype = field_validator("dtype")(_known)
+
+
+class Weight(Section):
+    """A tensor of the weight file, as it lies there."""
+
+    name: str
+    dtype: DtypeName
+    shape: tuple[Count, ...]
+
+    _dtype = field_validator("dtype")(_known)
+
+    @property
+    def num_bytes(self) -> int:
+        total = ITEM_BYTES[self.dtype]
+        for dim in self.shape:
+            total *= dim
+        return total
+
+
+class Pool(Section):
+    """Keys or values of a layer: [slots, width] of dtype."""
+
+    name: str
+    dtype: DtypeName
+    width: Count
+
+    _dtype = field_validator("dtype")(_known)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * ITEM_BYTES[self.dtype]
+
+
+class Limits(Section):
+    """Upper bounds of a step: T, B and L, for which the arena is laid out. table_stride: entries of a block table."""
+
+    max_num_tokens: Count
+    max_batch_size: Count
+    table_stride: Count
+    block_size: Count
+
+    def sizes(self) -> dict[str, int]:
+        return {"T": self.max_num_tokens, "B": self.max_batch_size, "L": self.max_batch_size}
+
+
+class LaunchPlan(Section):
+    """See the module. arena_bytes: size of the arena. logits: [L, columns] of logits_dtype."""
+
+    version: int
+    limits: Limits
+    inputs: tuple[Input, ...]
+    weights: tuple[Weight, ...]
+    pools: tuple[Pool, ...]
+    buffers: tuple[Buffer, ...]
+    arena_bytes: Bytes
+    ops: tuple[Op, ...]
+    logits: Place
+    logits_dtype: DtypeName
+    logits_columns: Count
+
+    def to_json(self) -> bytes:
+        """Return the deterministic text of the file."""
+        import json
+
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    @staticmethod
+    def read(path: Path) -> LaunchPlan:
+        """Read and check a plan: version, shape, and that every name and place that it mentions exists.
+
+        Raises:
+            EngineError: Not a plan, of another version, or damaged.
+        """
+        import json
+
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise EngineError(f"cannot read the launch plan: {error.strerror}", where=str(path), hint=DAMAGED) from None
+        try:
+            version = json.loads(text)["version"]
+        except (ValueError, TypeError, KeyError):
+            raise EngineError("not a launch plan", where=str(path), hint=DAMAGED) from None
+        if version != PLAN_VERSION:
+            raise EngineError(
+                f"a launch plan of version {version}; this llmbuild reads version {PLAN_VERSION}",
+                where=str(path),
+                hint="convert the model again with this version of llmbuild",
+            )
+        try:
+            plan = LaunchPlan.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "plan"
+            raise EngineError(f"damaged launch plan: {place}: {first['msg']}", where=str(path), hint=DAMAGED) from None
+        problem = plan.problem()
+        if problem is not None:
+            raise EngineError(f"damaged launch plan: {problem}", where=str(path), hint=DAMAGED)
+        return plan
+
+    def launches(self, op: KernelOp | GemmOp) -> tuple[KernelOp, ...]:
+        """Return the kernels that an op may launch."""
+        if isinstance(op, KernelOp):
+            return (op,)
+        return tuple(launch for small in op.kernels for launch in small.launches)
+
+    def places(self, op: KernelOp | GemmOp) -> list[Place]:
+        """Return every place that an op may touch."""
+        found = [a for launch in self.launches(op) for a in launch.arguments if isinstance(a, Place)]
+        if isinstance(op, GemmOp):
+            found += [place for place in (op.x, op.weight, op.bias, op.out) if place is not None]
+        return found
+
+    def problem(self) -> str | None:
+        """Return what is wrong with the plan, None if nothing is. What `first` and `last` say is part of it."""
+        sizes = self.limits.sizes()
+        known: dict[str, dict[str, int]] = {
+            "buffer": {b.name: most_bytes(b.size, self.limits) for b in self.buffers},
+            "input": {i.name: evaluate(i.size, sizes) * ITEM_BYTES[i.dtype] for i in self.inputs},
+            "weight": {w.name: w.num_bytes for w in self.weights},
+            "pool": {p.name: p.token_bytes for p in self.pools},
+        }
+        for buffer in self.buffers:
+            if buffer.offset % ALIGNMENT or buffer.offset + known["buffer"][buffer.name] > self.arena_bytes:
+                return f"buffer {buffer.name} does not lie in the arena"
+        lives = {b.name: (b.first, b.last) for b in self.buffers}
+        for number, op in enumerate(self.ops):
+            for place in self.places(op):
+                if place.name not in known[place.kind]:
+                    return f"op {number} reads the {place.kind} {place.name!r}, which is not there"
+                if place.offset >= max(known[place.kind][place.name], 1):
+                    return f"op {number} reads past the end of {place.name}"
+                if place.kind == "buffer" and not lives[place.name][0] <= number <= lives[place.name][1]:
+                    return f"op {number} uses the buffer {place.name} outside its lifetime"
+        if self.logits.kind != "buffer" or self.logits.name not in lives:
+            return "the logits are in no buffer"
+        if lives[self.logits.name][1] != len(self.ops):
+            return "the logits do not live to the end"
+        return self._overlap(known["buffer"])
+
+    def _overlap(self, sizes: dict[str, int]) -> str | None:
+        """Return which two buffers share memory while both live: sweeping over the ops, by places in the arena."""
+        alive: list[Buffer] = []
+        for buffer in sorted(self.buffers, key=lambda each: (each.first, each.name)):
+            alive = [other for other in alive if other.last >= buffer.first]
+            end = buffer.offset + sizes[buffer.name]
+            for other in alive:
+                if buffer.offset < other.offset + sizes[other.name] and other.offset < end:
+                    return f"buffers {other.name} and {buffer.name} share memory"
+            alive.append(buffer)
+        return None
+
+
+def most_bytes(size: str, limits: Limits) -> int:
+    """Return the most that a size can be within the limits.
+
+    A size in one name is tried at all its values: what splits need does not grow with the batch. Of several names, the
+    size must grow with each.
+    """
+    expression = parse(size)
+    most = limits.sizes()
+    if len(expression.names) == 1:
+        (name,) = expression.names
+        return max(expression.evaluate({name: value}) for value in range(1, most[name] + 1))
+    return expression.evaluate(most)
