@@ -73,8 +73,8 @@ def cpu_section(records: list[Record]) -> list[str]:
     )
     lines += [
         "",
-        "`gguf` keeps the blocks of the file, `none` dequantizes them to float32; `int8-wo` and `int4-wo` round a float32",
-        "checkpoint that holds the same values.",
+        "`gguf` keeps the blocks of the file, `none` dequantizes them to float32; `int8-wo` and `int4-wo` round a",
+        "float32 checkpoint that holds the same values.",
     ]
     alone = next(row["out_tok_s"] for row in decode if row["peer"].startswith("hf-eager"))
     count, osl = batched[0]["B"], batched[0]["osl"] + 1
