@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -42,6 +42,15 @@ class Memory:
             raise IndexError(f"{what} of {size} bytes outside all tensors; nearest: byte {place}")
 
 
+class InlineResult(NamedTuple):
+    """What inline assembly gives: one tensor."""
+
+    handle: TensorHandle
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self.handle
+
+
 class ExactBuilder(InterpreterBuilder):
     """One launch's builder."""
 
@@ -63,6 +72,15 @@ class ExactBuilder(InterpreterBuilder):
         _refuse_bfloat16(val)
         self.memory.check(ptr.data, mask.data, val.data.itemsize, "an atomic update")
         return super().create_atomic_rmw(operation, ptr, val, mask, sem, scope)
+
+    def create_inline_asm(
+        self, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
+    ) -> InlineResult:
+        if not asm.startswith("prefetch."):
+            raise NotImplementedError("inline assembly other than a prefetch")
+        (addresses,) = values
+        self.memory.check(addresses.data, np.array(True), 1, "a prefetch")
+        return InlineResult(TensorHandle(np.zeros(addresses.data.shape, dtype=np.int32), tl.int32))
 
     # -------------------------------------------------------------------------------------------------------- casts
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:

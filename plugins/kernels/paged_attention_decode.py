@@ -11,7 +11,6 @@ more, it leaves each row normalised, beside the log2 of its sum, and `merge_spli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import triton
@@ -26,7 +25,7 @@ from llmbuild.plugins.kernels.attention_shape import (
     steps_in_flight,
 )
 from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows, store_result
-from llmbuild.plugins.kernels.spec import KernelSpec, pointers
+from llmbuild.plugins.kernels.spec import KernelSpec, arguments_of
 
 MOST_SPLITS = 64
 MOST_ROWS = 64  # of a tile
@@ -328,14 +327,3 @@ def decode_plan(
     )
     places = f"B * {results * 4} * {splits}"
     return DecodePlan(attend, merge, splits, f"{places} * {shape.value_dim}", places)
-
-
-def arguments_of(function: triton.JITFunction, types: Mapping[str, str], constants: Mapping) -> dict:
-    """Return signature, constants and divisible_by_16 of a spec: arguments with neither type nor value are None."""
-    signature = {name: types[name] for name in function.arg_names if name in types}
-    absent = dict.fromkeys(name for name in function.arg_names if name not in types and name not in constants)
-    return {
-        "signature": signature,
-        "constants": {**constants, **absent},
-        "divisible_by_16": pointers(signature),
-    }

@@ -23,8 +23,7 @@ import triton.language as tl
 
 from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES, AttentionShape, power_of_2, steps_in_flight
 from llmbuild.plugins.kernels.attention_tile import attend_range, load_rows, store_result
-from llmbuild.plugins.kernels.paged_attention_decode import arguments_of
-from llmbuild.plugins.kernels.spec import KernelSpec
+from llmbuild.plugins.kernels.spec import KernelSpec, arguments_of
 
 
 @triton.jit

@@ -112,3 +112,16 @@ def may_divide(kind: str) -> bool:
 def pointers(signature: Mapping[str, str]) -> tuple[str, ...]:
     """Return the arguments that are pointers: all buffers of an engine start at multiples of 256 bytes."""
     return tuple(name for name, kind in signature.items() if kind.startswith("*"))
+
+
+def arguments_of(
+    function: Any, types: Mapping[str, str], constants: Mapping[str, Constant]
+) -> dict[str, Any]:  # fields of KernelSpec
+    """Return signature, constants and divisible_by_16 of a spec: arguments with neither type nor value are None."""
+    signature = {name: types[name] for name in function.arg_names if name in types}
+    absent = dict.fromkeys(name for name in function.arg_names if name not in types and name not in constants)
+    return {
+        "signature": signature,
+        "constants": {**constants, **absent},
+        "divisible_by_16": pointers(signature),
+    }

@@ -201,6 +201,24 @@ def test_programmatic_dependent_launch_does_nothing_here() -> None:
     assert y.item() == 1.0
 
 
+@triton.jit
+def assembly(x, y, TEXT: tl.constexpr):
+    addresses = x + tl.arange(0, 4)
+    tl.inline_asm_elementwise(TEXT, "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(y, 1.0)
+
+
+def test_a_prefetch_reads_nothing_yet_must_lie_in_a_tensor() -> None:
+    text = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    y = torch.zeros(1)
+    interpret(assembly)[(1,)](torch.ones(4), y, TEXT=text)
+    assert y.item() == 1.0
+    with pytest.raises(KernelError, match="a prefetch of 1 bytes outside all tensors"):
+        interpret(assembly)[(1,)](torch.ones(3), y, TEXT=text)
+    with pytest.raises(KernelError, match="inline assembly other than a prefetch"):
+        interpret(assembly)[(1,)](torch.ones(4), y, TEXT="mov.u32 $0, 0;")
+
+
 def test_compiler_options_are_ignored_and_unknown_names_are_not() -> None:
     x, y = torch.ones(4), torch.zeros(4)
     interpret(plus_one)[(1,)](x, y, N=4, num_warps=8, num_stages=2)

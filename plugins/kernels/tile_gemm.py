@@ -1,0 +1,213 @@
+"""A few rows times a weight matrix, on tensor cores: all rows in one tile, so that weights are read once.
+
+Narrow layers have too few tiles for all processors. There K is split among several programs; each leaves its sums in
+a workspace, and a second kernel adds them in a fixed order: the same bits each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from llmbuild.plugins.kernels.gemm_shape import FLOATS, GemmShape, SmallKernel, splits_for, stages_for, step_of
+from llmbuild.plugins.kernels.spec import KernelSpec, arguments_of
+from llmbuild.plugins.kernels.weight_tile import LINE, fits, prefetch_rows
+
+SUM_COLUMNS = 512  # of a program that adds partial sums
+
+
+@triton.jit(do_not_specialize=["rows", "x_stride", "out_stride"])
+def tile_gemm(
+    x,
+    w,
+    x_scale,
+    w_scale,
+    bias,
+    out,
+    partial,
+    rows,
+    x_stride,
+    out_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (cdiv(N, BLOCK_N), SPLITS). rows <= BLOCK_M. x [rows, K] with x_stride, a multiple of X_ALIGN, w [N, K].
+
+    SPLITS > 1: writes float32 partial [SPLITS, BLOCK_M, N] and no out; scales and bias are for `sum_partial` then.
+    SWAP: the weights are the left operand, whose rows are those of the tensor core's tile.
+    LINES: cache lines of each row of w that are asked for before waiting, with PDL.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_N)
+    if N % BLOCK_N != 0:
+        row = tl.minimum(row, N - 1 - first)  # rows past the last are this one once more
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS * BLOCK_K
+    begin = split * SHARE
+    end = tl.minimum(begin + SHARE, K)
+    w += first.to(tl.int64) * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if begin < end:
+            prefetch_rows(w, row, begin, end, K, w.dtype.element_ty.primitive_bitwidth // 8, LINES)
+        tl.extra.cuda.gdc_wait()
+
+    x_rows = x + (m * (x_stride // X_ALIGN * X_ALIGN))[:, None] + k[None, :]
+    w_rows = w + row[:, None] * K + k[None, :]
+    live = (m < rows)[:, None]
+    if SWAP:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        if K % BLOCK_K == 0:
+            w_tile = tl.load(w_rows + start, eviction_policy="evict_first")
+            x_tile = tl.load(x_rows + start, mask=live, other=0.0)
+        else:
+            inside = (start + k < K)[None, :]
+            w_tile = tl.load(w_rows + start, mask=inside, other=0.0, eviction_policy="evict_first")
+            x_tile = tl.load(x_rows + start, mask=live & inside, other=0.0)
+        if x_tile.dtype == tl.uint8:  # bits of float8, on an SM that does not multiply it
+            x_tile = fits(x_tile, tl.float16)
+        w_tile = fits(w_tile, x_tile.dtype)
+        if SWAP:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+    if SWAP:
+        acc = tl.trans(acc)
+
+    n = first + tl.arange(0, BLOCK_N)
+    mask = live & (n < N)[None, :]
+    if SPLITS == 1:
+        if w_scale is not None:
+            acc *= tl.load(w_scale + n, mask=n < N)[None, :]
+        if x_scale is not None:
+            acc *= tl.load(x_scale + m, mask=m < rows)[:, None]
+        if bias is not None:
+            acc += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
+        tl.store(out + m[:, None] * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial + (split * BLOCK_M + m[:, None]) * N + n[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "out_stride"])
+def sum_partial(
+    x_scale,
+    w_scale,
+    bias,
+    out,
+    partial,
+    rows,
+    out_stride,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (cdiv(N, BLOCK_N), BLOCK_M). out[m] = (Σ_s partial[s, m] · scales) + bias, s in order."""
+    m = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if m < rows:
+        total = tl.zeros([BLOCK_N], tl.float32)
+        for split in tl.static_range(SPLITS):
+            total += tl.load(partial + (split * BLOCK_M + m) * N + n, mask=n < N, other=0.0)
+        if w_scale is not None:
+            total *= tl.load(w_scale + n, mask=n < N, other=0.0)
+        if x_scale is not None:
+            total *= tl.load(x_scale + m)
+        if bias is not None:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out + m * out_stride + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@dataclass(frozen=True)
+class TileTiling:
+    """A program's tile [block_m, block_n], columns of a step, programs that share K; swap: see the kernel."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+
+
+def tile_tiling(shape: GemmShape, sm: int, most_rows: int = 16) -> TileTiling:
+    """Return the tiling of a shape: narrow tiles, for many programs, each with as many steps on their way as fit."""
+    block_n = 32 if most_rows <= 16 else 64
+    block_k = step_of(shape.k, 256 // shape.w_bytes)
+    steps = -(-shape.k // block_k)
+    splits = splits_for(-(-shape.n // block_n), steps, sm)
+    step_bytes = block_k * (block_n * shape.w_bytes + most_rows * shape.x_bytes)
+    return TileTiling(most_rows, block_n, block_k, splits, 4, stages_for(step_bytes, sm, programs=3))
+
+
+def tile_kernel(
+    shape: GemmShape, sm: int, *, name: str, most_rows: int = 16, tiling: TileTiling | None = None, pdl: bool = False
+) -> SmallKernel:
+    """Return the kernels for at most `most_rows` (a power of 2 from 16) rows. pdl: as in `row_kernel`."""
+    tiling = tiling or tile_tiling(shape, sm, most_rows)
+    types = shape.types(sm)
+    options = {"launch_pdl": True} if pdl else {}
+    alone = tiling.splits == 1
+    of_sum = {"x_scale", "w_scale", "bias", "out", "out_stride"}  # what the last kernel takes
+    absent = {"partial"} if alone else of_sum
+    constants = shape.constants() | {
+        "X_ALIGN": 16 // shape.x_bytes,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "SPLITS": tiling.splits,
+        "SWAP": tiling.swap,
+        "LINES": max(1, tiling.block_k * tiling.num_stages * shape.w_bytes // LINE.value),
+        "PDL": pdl,
+    }
+    constants["LINES"] = 1 << (int(constants["LINES"] or 1).bit_length() - 1)
+    tiles = KernelSpec(
+        name,
+        tile_gemm,
+        **arguments_of(tile_gemm, {key: types[key] for key in types.keys() - absent}, constants),
+        grid=(str(-(-shape.n // tiling.block_n)), str(tiling.splits), "1"),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        options=options,
+    )
+    if alone:
+        return SmallKernel(most_rows, (tiles,))
+    sum_constants = {
+        "N": shape.n,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": SUM_COLUMNS,
+        "SPLITS": tiling.splits,
+        "PDL": pdl,
+    }
+    sums = KernelSpec(
+        f"{name}_sum",
+        sum_partial,
+        **arguments_of(sum_partial, {key: types[key] for key in types.keys() - {"x", "w", "x_stride"}}, sum_constants),
+        grid=(str(-(-shape.n // SUM_COLUMNS)), str(tiling.block_m), "1"),
+        num_warps=4,
+        num_stages=1,
+        options=options,
+    )
+    size = tiling.splits * tiling.block_m * shape.n * FLOATS["float32"]
+    return SmallKernel(most_rows, (tiles, sums), {"partial": ("float32", size)})
