@@ -1,0 +1,38 @@
+"""Where everything of a plan lies on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmbuild.engine.launch_plan import LaunchPlan, Place
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Addresses by name, for each kind of place."""
+
+    buffers: Mapping[str, int]
+    inputs: Mapping[str, int]
+    weights: Mapping[str, int]
+    pools: Mapping[str, int]
+
+    @staticmethod
+    def of(
+        plan: LaunchPlan, *, arena: int, inputs: Mapping[str, int], weights: Mapping[str, int], pools: Mapping[str, int]
+    ) -> Addresses:
+        """arena: address of the arena; the buffers' follow from it."""
+        return Addresses({b.name: arena + b.offset for b in plan.buffers}, inputs, weights, pools)
+
+    def __call__(self, place: Place) -> int:
+        """Return the address of a place."""
+        match place.kind:
+            case "buffer":
+                start = self.buffers[place.name]
+            case "input":
+                start = self.inputs[place.name]
+            case "weight":
+                start = self.weights[place.name]
+            case "pool":
+                start = self.pools[place.name]
+        return start + place.offset

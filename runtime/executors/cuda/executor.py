@@ -1,0 +1,240 @@
+"""`CudaExecutor`: runs an engine's launch plan on one NVIDIA GPU. No torch, no Triton: cuda.bindings and numpy.
+
+load    plan ⇒ checks ⇒ kernels ⇒ memory ⇒ weights
+step    write inputs ⇒ one copy ⇒ graph (decode) or op by op (mixed) ⇒ logits ⇒ sample
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from llmbuild.engine.kernel_pack import KernelPack
+from llmbuild.engine.launch_plan import LaunchPlan
+from llmbuild.errors import EngineError
+from llmbuild.runtime.executor import StepInput
+from llmbuild.runtime.executors.cuda import memory, weights
+from llmbuild.runtime.executors.cuda.addresses import Addresses
+from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
+from llmbuild.runtime.executors.cuda.checks import check_driver, load_kernels, needs_library
+from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, CudaError, Device
+from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, memory_paths
+from llmbuild.runtime.executors.cuda.gemms import Gemms, NoGemms, open_library
+from llmbuild.runtime.executors.cuda.graphs import DecodeGraphs
+from llmbuild.runtime.executors.cuda.inputs import InputArea, input_layout
+from llmbuild.runtime.executors.cuda.logits import LogitsReader
+from llmbuild.runtime.executors.cuda.step_program import GemmLibrary, StepProgram, StepSizes
+
+if TYPE_CHECKING:
+    from llmbuild.engine.reader import Engine
+    from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
+
+
+class CudaExecutor:
+    """Runs steps of one engine of the cuda target. Any thread may call it, one at a time.
+
+    Args:
+        engine: An open engine.
+        num_blocks: Blocks of the KV pool; None for what fits.
+        kv_memory_fraction: How much of the free memory that weights and activations leave may hold KV blocks.
+        device: Number of the GPU.
+        graphs: Capture decode steps in CUDA graphs.
+        random_weights: Fill the weights with noise instead of reading them, for benchmarks.
+        tune: Time the few best algorithms of cuBLASLt for each shape once, and remember the choice.
+
+    Raises:
+        EngineError: cuda-bindings, the driver, the GPU or its memory do not do, or the engine is damaged. Found before
+            any weight is read.
+        ConfigError: kv_memory_fraction is out of range.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_blocks: int | None = None,
+        kv_memory_fraction: float = 0.9,
+        device: int = 0,
+        graphs: bool = True,
+        random_weights: bool = False,
+        tune: bool = True,
+    ) -> None:
+        manifest = engine.manifest
+        section = manifest.target.section
+        plan = LaunchPlan.read(engine.file(section["plan"]))
+        pack = KernelPack.open(engine.file(section["kernels"]))
+        weight_file = engine.file(section["weights"])
+        self._plan = plan
+        self._limits = plan.limits
+        self.block_size = plan.limits.block_size
+        self._max_seq_len = manifest.limits.max_seq_len
+        self._buckets = batch_buckets(min(plan.limits.max_batch_size, plan.limits.max_num_tokens))
+
+        with ExitStack() as stack:
+            self._device = gpu = Device(device)
+            stack.callback(gpu.close)
+            check_driver(gpu)
+            kernels = load_kernels(plan, pack, gpu)
+            stored = [] if random_weights else weights.stored_tensors(weight_file, plan)
+            with_library = needs_library(plan)
+            lt = open_library(gpu) if with_library else None
+
+            placed = weights.layout(plan)
+            needs = memory.Needs(
+                weights=placed.num_bytes,
+                arena=plan.arena_bytes,
+                inputs=input_layout(plan)[1],
+                workspace=memory.GEMM_WORKSPACE if with_library else 0,
+                graphs=memory.GRAPH_BYTES * len(self._buckets) if graphs else 0,
+            )
+            self.num_blocks = memory.choose_blocks(
+                plan,
+                needs,
+                free=gpu.memory()[0],
+                fraction=kv_memory_fraction,
+                max_seq_len=self._max_seq_len,
+                num_blocks=num_blocks,
+                gpu=f"GPU {gpu.ordinal}, {gpu.name}",
+            )
+            try:
+                self._stream = gpu.stream()
+                stack.callback(gpu.free_stream, self._stream)
+                weights_at = _allocate(stack, gpu, placed.num_bytes)
+                arena = _allocate(stack, gpu, plan.arena_bytes)
+                slots = (self.num_blocks + 1) * self.block_size  # the last block is the padding rows'
+                pools = {pool.name: _allocate(stack, gpu, slots * pool.token_bytes) for pool in plan.pools}
+                self._inputs = InputArea(plan, gpu, dummy_block=self.num_blocks)
+                stack.callback(self._inputs.close)
+                library: GemmLibrary = NoGemms()
+                if lt is not None:
+                    workspace = _allocate(stack, gpu, needs.workspace)
+                    remembered = GemmMemory(f"cuBLASLt {lt.version}, {gpu.name}", memory_paths(engine.path))
+                    library = Gemms(
+                        *(gpu, lt, workspace, needs.workspace), limits=plan.limits, tune=tune, memory=remembered
+                    )
+                    stack.callback(library.close)
+            except CudaError as error:
+                raise _explained(error, needs) from error
+            address = Addresses.of(
+                plan,
+                arena=arena,
+                inputs=self._inputs.addresses,
+                weights={name: weights_at + offset for name, offset in placed.offsets.items()},
+                pools=pools,
+            )
+            self._program = StepProgram(plan, gpu, kernels, address, library)
+            stack.callback(self._program.close)
+            self._library = library
+            self._graphs = DecodeGraphs(gpu, self._program, longest=self._max_seq_len) if graphs else None
+            if self._graphs is not None:
+                stack.callback(self._graphs.close)
+            self._logits = LogitsReader(plan, gpu, address(plan.logits), manifest.model.vocab_size)
+            stack.callback(self._logits.close)
+
+            # Nothing is read before it is written, but what a mask hides must not be NaN either.
+            gpu.fill(arena, 0, plan.arena_bytes, self._stream)
+            for pool in plan.pools:
+                gpu.fill(pools[pool.name], 0, slots * pool.token_bytes, self._stream)
+            if random_weights:
+                weights.fill_with_noise(gpu, plan, weights_at)
+            else:
+                weights.upload(gpu, weight_file, stored, weights_at)
+            gpu.synchronize(self._stream)
+            stack.callback(gpu.synchronize, self._stream)  # the first thing that closing does
+            self._resources = stack.pop_all()
+
+    def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+        from llmbuild.runtime.sampler import sample
+
+        return sample(self._run(step), sampling)
+
+    def forward(self, step: StepInput) -> npt.NDArray[np.float32]:
+        return self._run(step).copy()
+
+    def warm_up(self) -> None:
+        """Choose all GEMM algorithms and capture all graphs, so that no step has to. Takes seconds."""
+        self._device.make_current()
+        if self._graphs is None:
+            return
+        for bucket in self._buckets:
+            self._inputs.write(_idle_step(self.num_blocks, self.block_size), bucket)
+            self._inputs.send(self._stream)
+            self._graphs.run(bucket, self._stream)
+        self._device.synchronize(self._stream)
+        self._library.save()
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The batch sizes that have a graph."""
+        return self._graphs.captured if self._graphs is not None else ()
+
+    def close(self) -> None:
+        self._device.make_current()
+        self._resources.close()
+
+    def _run(self, step: StepInput) -> npt.NDArray[np.float32]:
+        """Return float32 logits [L, V] that the next call may overwrite."""
+        self._device.make_current()
+        self._launch(step)
+        rows = len(step.logits_indices)
+        self._logits.fetch(rows, self._stream)
+        self._device.synchronize(self._stream)
+        return self._logits.array(rows)
+
+    def _launch(self, step: StepInput) -> None:
+        """Put the step's copy and its ops into the stream."""
+        tokens, sequences = len(step.input_ids), len(step.seq_lens)
+        decode = tokens == sequences  # no sequence is without a token
+        if decode and self._graphs is not None:
+            bucket = bucket_of(sequences, self._buckets)
+            self._inputs.write(step, bucket)
+            self._inputs.send(self._stream)
+            self._graphs.run(bucket, self._stream)
+            return
+        self._inputs.write(step)
+        self._inputs.send(self._stream)
+        sizes = StepSizes(
+            tokens=tokens,
+            sequences=sequences,
+            rows=len(step.logits_indices),
+            longest=int(step.seq_lens.max()),
+        )
+        self._program.prepare("decode" if decode else "mixed", sizes, self._stream)
+        self._program.run("decode" if decode else "mixed", sizes, self._stream)
+
+
+def _allocate(stack: ExitStack, device: Device, num_bytes: int) -> int:
+    """Allocate memory that the stack frees."""
+    address = device.allocate(num_bytes)
+    stack.callback(device.free, address)
+    return address
+
+
+def _idle_step(dummy_block: int, block_size: int) -> StepInput:
+    """A decode step of one sequence of one token, in the block of the padding rows."""
+
+    def array(*values: int) -> npt.NDArray[np.int32]:
+        return np.array(values, np.int32)
+
+    return StepInput(
+        input_ids=array(0),
+        position_ids=array(0),
+        slot_mapping=array(dummy_block * block_size),
+        block_tables=array(dummy_block).reshape(1, 1),
+        seq_lens=array(1),
+        cu_q_lens=array(0, 1),
+        logits_indices=array(0),
+    )
+
+
+def _explained(error: CudaError, needs: memory.Needs) -> Exception:
+    if error.code != OUT_OF_MEMORY:
+        return error
+    return EngineError(
+        f"the GPU's memory ran out while loading: {error.what}",
+        where=f"weights {needs.weights} bytes, activations {needs.arena} bytes",
+        hint="end other processes that use the GPU, or pass a lower kv_memory_fraction",
+    )

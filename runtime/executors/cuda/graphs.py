@@ -1,0 +1,55 @@
+"""CUDA graphs of decode steps: one for each bucket of batch sizes, captured behind its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmbuild.runtime.executors.cuda.driver import Device
+from llmbuild.runtime.executors.cuda.step_program import StepProgram, StepSizes
+
+
+class DecodeGraphs:
+    """Runs decode steps of `batch` sequences, a bucket.
+
+    The first step of a bucket runs op by op, which loads what the driver and cuBLASLt load lazily, and is captured
+    behind it: nothing of that may happen during a capture.
+
+    Args:
+        longest: The longest sequence that a step may hold; graphs are captured for it.
+    """
+
+    def __init__(self, device: Device, program: StepProgram, *, longest: int) -> None:
+        self._device = device
+        self._program = program
+        self._longest = longest
+        self._graphs: dict[int, Any] = {}
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The buckets that have a graph."""
+        return tuple(sorted(self._graphs))
+
+    def run(self, batch: int, stream: Any) -> None:
+        """Put one step into the stream; its inputs are on the GPU, or on their way in this stream."""
+        graph = self._graphs.get(batch)
+        if graph is not None:
+            self._device.launch_graph(graph, stream)
+            return
+        sizes = StepSizes(tokens=batch, sequences=batch, rows=batch, longest=self._longest)
+        self._program.prepare("decode", sizes, stream)
+        self._program.run("decode", sizes, stream)
+        self._graphs[batch] = self._capture(sizes, stream)
+
+    def close(self) -> None:
+        for graph in self._graphs.values():
+            self._device.free_graph(graph)
+        self._graphs.clear()
+
+    def _capture(self, sizes: StepSizes, stream: Any) -> Any:
+        self._device.begin_capture(stream)
+        try:
+            self._program.run("decode", sizes, stream)
+        except BaseException:
+            self._device.abandon_capture(stream)
+            raise
+        return self._device.end_capture(stream)
