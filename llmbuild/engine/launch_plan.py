@@ -62,11 +62,11 @@ DtypeName = Annotated[str, Field(max_length=16)]
 class Place(Section):
     """Where an argument lies.
 
-    kind: "buffer" (in the arena), "input", "weight" or "pool" (a layer's keys or values).
+    kind: "buffer" (in the arena), "input", "weight", "pool" (a layer's keys or values) or "state" (of sampling).
     name: of it. offset: bytes from its start.
     """
 
-    kind: Literal["buffer", "input", "weight", "pool"]
+    kind: Literal["buffer", "input", "weight", "pool", "state"]
     name: str
     offset: Bytes = 0
 
@@ -204,6 +204,40 @@ class Pool(Section):
         return self.width * ITEM_BYTES[self.dtype]
 
 
+class Sampling(Section):
+    """Kernels that turn logits into tokens on the device. Their buffers live at the end of the plan.
+
+    After the ops run greedy (every row takes the likeliest token), full, or adjusted (full, with penalties, bias and
+    lists); then logprobs and count, where a row asks for logprobs or has penalties. Before the ops of a step run enter,
+    for a sequence with penalties that enters, and feed, for tokens that the host has not seen.
+
+    inputs: arrays of these kernels alone, which the host writes where they are read. state: arrays that stay on the
+    device from step to step, all zeros at first; sizes are those at the plan's limits. token_ids, status (0: a token,
+    1: logits that are not finite) int32 [L], logprob_ids int32, logprobs float32 [L, 1 + n] and ranks int32 [L] are the
+    results.
+    """
+
+    greedy: tuple[KernelOp, ...]
+    full: tuple[KernelOp, ...]
+    adjusted: tuple[KernelOp, ...]
+    logprobs: tuple[KernelOp, ...]
+    count: tuple[KernelOp, ...]
+    enter: tuple[KernelOp, ...]
+    feed: tuple[KernelOp, ...]
+    inputs: tuple[Input, ...]
+    state: tuple[Input, ...]
+    token_ids: Place
+    status: Place
+    logprob_ids: Place
+    logprob_values: Place
+    ranks: Place
+
+    def ops(self) -> tuple[KernelOp, ...]:
+        """Return all kernels; some of them are in several lists."""
+        lists = (self.greedy, self.full, self.adjusted, self.logprobs, self.count, self.enter, self.feed)
+        return tuple(op for ops in lists for op in ops)
+
+
 class Limits(Section):
     """Upper bounds of a step: T, B and L, for which the arena is laid out. table_stride: entries of a block table."""
 
@@ -217,7 +251,10 @@ class Limits(Section):
 
 
 class LaunchPlan(Section):
-    """See the module. arena_bytes: size of the arena. logits: [L, columns] of logits_dtype."""
+    """See the module. arena_bytes: size of the arena. logits: [L, columns] of logits_dtype.
+
+    sampling: None where the host samples.
+    """
 
     version: int
     limits: Limits
@@ -230,6 +267,7 @@ class LaunchPlan(Section):
     logits: Place
     logits_dtype: DtypeName
     logits_columns: Count
+    sampling: Sampling | None = None
 
     def to_json(self) -> bytes:
         """Return the deterministic text of the file."""
@@ -271,19 +309,6 @@ class LaunchPlan(Section):
             raise EngineError(f"damaged launch plan: {problem}", where=str(path), hint=DAMAGED)
         return plan
 
-    def launches(self, op: KernelOp | GemmOp) -> tuple[KernelOp, ...]:
-        """Return the kernels that an op may launch."""
-        if isinstance(op, KernelOp):
-            return (op,)
-        return tuple(launch for small in op.kernels for launch in small.launches)
-
-    def places(self, op: KernelOp | GemmOp) -> list[Place]:
-        """Return every place that an op may touch."""
-        found = [a for launch in self.launches(op) for a in launch.arguments if isinstance(a, Place)]
-        if isinstance(op, GemmOp):
-            found += [place for place in (op.x, op.weight, op.bias, op.out) if place is not None]
-        return found
-
     def problem(self) -> str | None:
         """Return what is wrong with the plan, None if nothing is. What `first` and `last` say is part of it."""
         sizes = self.limits.sizes()
@@ -293,13 +318,19 @@ class LaunchPlan(Section):
             "weight": {w.name: w.num_bytes for w in self.weights},
             "pool": {p.name: p.token_bytes for p in self.pools},
         }
+        ops: list[tuple[int, KernelOp | GemmOp]] = list(enumerate(self.ops))
+        if self.sampling is not None:
+            for kind, arrays in (("input", self.sampling.inputs), ("state", self.sampling.state)):
+                held = {array.name: evaluate(array.size, sizes) * ITEM_BYTES[array.dtype] for array in arrays}
+                known[kind] = known.get(kind, {}) | held
+            ops += [(len(self.ops), op) for op in self.sampling.ops()]
         for buffer in self.buffers:
             if buffer.offset % ALIGNMENT or buffer.offset + known["buffer"][buffer.name] > self.arena_bytes:
                 return f"buffer {buffer.name} does not lie in the arena"
         lives = {b.name: (b.first, b.last) for b in self.buffers}
-        for number, op in enumerate(self.ops):
-            for place in self.places(op):
-                if place.name not in known[place.kind]:
+        for number, op in ops:
+            for place in places_of(op):
+                if place.name not in known.get(place.kind, {}):
                     return f"op {number} reads the {place.kind} {place.name!r}, which is not there"
                 if place.offset >= max(known[place.kind][place.name], 1):
                     return f"op {number} reads past the end of {place.name}"
@@ -322,6 +353,21 @@ class LaunchPlan(Section):
                     return f"buffers {other.name} and {buffer.name} share memory"
             alive.append(buffer)
         return None
+
+
+def launches_of(op: KernelOp | GemmOp) -> tuple[KernelOp, ...]:
+    """Return the kernels that an op may launch."""
+    if isinstance(op, KernelOp):
+        return (op,)
+    return tuple(launch for small in op.kernels for launch in small.launches)
+
+
+def places_of(op: KernelOp | GemmOp) -> list[Place]:
+    """Return every place that an op may touch."""
+    found = [a for launch in launches_of(op) for a in launch.arguments if isinstance(a, Place)]
+    if isinstance(op, GemmOp):
+        found += [place for place in (op.x, op.weight, op.bias, op.out) if place is not None]
+    return found
 
 
 def most_bytes(size: str, limits: Limits) -> int:

@@ -12,6 +12,7 @@ import triton.language as tl
 from llmbuild.plugins.kernels.sampling_bins import BINS, bin_of
 from llmbuild.plugins.kernels.sampling_order import (
     LOWEST_KEY,
+    NAN_KEY,
     cuts_of_row,
     exponent,
     from_key,
@@ -46,16 +47,17 @@ def sample_edges(
 ):
     """Grid: (L,). block_keys int32 [L, BLOCKS]: the peaks of blocks, as `sample_peaks` leaves them.
 
-    edges int32 [L]: the lowest key (top-k) or the bin (top-p) of the tokens to list. listed int32 [L]: 0, or more than
-    LISTED where there is nothing to list. above_edge, totals int64 [L], top-p alone: weight of the tokens in the bins
-    before, and of all.
+    edges int32 [L]: the lowest key (top-k) or the bin (top-p) of the tokens to list; NAN_KEY, which none has, where
+    there is nothing to list. listed int32 [L]: 0, or more than LISTED then. above_edge, totals int64 [L], top-p alone:
+    weight of the tokens in the bins before, and of all.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    heat, cut_k, k, cut_p, p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
+    _, cut_k, k, cut_p, p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
     highest, _ = row_peak(peak_keys, peak_ids, row, CHUNKS, CHUNKS_BLOCK)
+    edge = tl.full([], NAN_KEY, tl.int32)
     count = LISTED + 1
     if is_finite(highest):
         if cut_k:
@@ -69,17 +71,18 @@ def sample_edges(
                     enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
                     low = tl.where(enough, middle, low)
                     high = tl.where(enough, high, middle - 1)
-                tl.store(edges + row, low.to(tl.int32))
+                edge = low.to(tl.int32)
                 count = 0
         elif cut_p:
             bins = tl.arange(0, BINS)
             weights = tl.load(bin_weights + row * BINS + bins)
             total = tl.sum(weights, 0)
             short = tl.cumsum(weights, 0) < share_of(p, total)
-            tl.store(edges + row, tl.sum(short.to(tl.int32), 0))
+            edge = tl.sum(short.to(tl.int32), 0)
             tl.store(above_edge + row, tl.sum(tl.where(short, weights, 0), 0))
             tl.store(totals + row, total)
             count = 0
+    tl.store(edges + row, edge)
     tl.store(listed + row, count)
 
 
@@ -111,24 +114,23 @@ def sample_list(
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    heat, cut_k, k, cut_p, p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
+    heat, cut_k, _, cut_p, _ = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
     edge = tl.load(edges + row)
     peak = tl.load(peak_keys + row * CHUNKS + chunk)
-    if (cut_k | cut_p) & (tl.load(listed + row) <= LISTED):
-        if (cut_k == 0) | (peak >= edge):
-            columns = chunk * CHUNK + tl.arange(0, CHUNK)
-            inside = columns < TOKENS
-            x = tl.load(logits + row * COLUMNS + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            keys = to_key(x)
-            if cut_k:
-                wanted = inside & (keys >= edge)
-            else:
-                highest, _ = row_peak(peak_keys, peak_ids, row, CHUNKS, CHUNKS_BLOCK)
-                wanted = inside & (bin_of(exponent(x, from_key(highest), heat)) == edge)
-            ones = wanted.to(tl.int32)
-            number = tl.sum(ones, 0)
-            if number > 0:
-                places = tl.atomic_add(listed + row, number, sem="relaxed") + tl.cumsum(ones, 0) - 1
-                wanted = wanted & (places < LISTED)
-                tl.store(list_keys + row * LISTED + places, keys, mask=wanted)
-                tl.store(list_ids + row * LISTED + places, columns, mask=wanted)
+    if (cut_k & (peak >= edge)) | (cut_p & (cut_k == 0)):
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = columns < TOKENS
+        x = tl.load(logits + row * COLUMNS + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        keys = to_key(x)
+        if cut_k:
+            wanted = inside & (keys >= edge)
+        else:
+            highest, _ = row_peak(peak_keys, peak_ids, row, CHUNKS, CHUNKS_BLOCK)
+            wanted = inside & (bin_of(exponent(x, from_key(highest), heat)) == edge)
+        ones = wanted.to(tl.int32)
+        number = tl.sum(ones, 0)
+        if number > 0:
+            places = tl.atomic_add(listed + row, number, sem="relaxed") + tl.cumsum(ones, 0) - 1
+            wanted = wanted & (places < LISTED)
+            tl.store(list_keys + row * LISTED + places, keys, mask=wanted)
+            tl.store(list_ids + row * LISTED + places, columns, mask=wanted)

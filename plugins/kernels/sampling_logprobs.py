@@ -44,7 +44,7 @@ def logprob_chunks(
     part = row * CHUNKS + chunk
     wanted = tl.load(logprob_counts + row)
     if wanted >= 0:
-        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        columns = chunk * CHUNK + tl.arange(CHUNK)
         inside = columns < TOKENS
         x = tl.load(logits + row * COLUMNS + columns, mask=inside, other=float("-inf")).to(tl.float32)
         keys = tl.where(inside, to_key(x), LOWEST_KEY)
@@ -54,7 +54,7 @@ def logprob_chunks(
         # exp(-inf - -inf) is no number: a chunk of -inf adds nothing
         weights = tl.where(peak == float("-inf"), 0.0, tl.exp(x - peak))
         tl.store(part_sums + part, tl.sum(tl.where(inside, weights, 0.0), 0))
-        for place in range(0, tl.maximum(wanted, 1)):
+        for place in range(tl.maximum(wanted, 1)):
             highest = tl.max(keys, 0)
             first = tl.min(tl.where(keys == highest, columns, HIGHEST_ID), 0)
             tl.store(part_keys + part * MOST + place, highest)
@@ -92,7 +92,7 @@ def logprob_rows(
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.load(logprob_counts + row)
     if wanted >= 0:
-        chunks = tl.arange(0, CHUNKS_BLOCK)
+        chunks = tl.arange(CHUNKS_BLOCK)
         parts = row * CHUNKS + chunks
         inside = chunks < CHUNKS
         tl.store(ranks + row, 1 + tl.sum(tl.load(part_ranks + parts, mask=inside, other=0), 0))
@@ -108,14 +108,14 @@ def logprob_rows(
         tl.store(logprobs + out, (sampled - peak) - norm)
 
         # Chunk major: of equal keys the one further ahead has the lower id, both within a chunk and across chunks.
-        places = tl.arange(0, CHUNKS_BLOCK * MOST_BLOCK)
+        places = tl.arange(CHUNKS_BLOCK * MOST_BLOCK)
         chunk = places // MOST_BLOCK
         place = places % MOST_BLOCK
         there = (chunk < CHUNKS) & (place < wanted)
         at = (row * CHUNKS + chunk) * MOST + place
         keys = tl.load(part_keys + at, mask=there, other=LOWEST_KEY)
         ids = tl.load(part_ids + at, mask=there, other=HIGHEST_ID)
-        for number in range(0, wanted):
+        for number in range(wanted):
             highest = tl.max(keys, 0)
             first = tl.min(tl.where(keys == highest, ids, HIGHEST_ID), 0)
             tl.store(logprob_ids + out + 1 + number, first)
