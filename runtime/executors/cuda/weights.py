@@ -73,9 +73,11 @@ def stored_tensors(path: Path, plan: LaunchPlan) -> list[Stored]:
     """
     try:
         with path.open("rb") as file:
+            size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError("no safetensors file")
             header = json.loads(file.read(length))
-        size = path.stat().st_size
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot read the weights: {error}", where=str(path), hint=DAMAGED) from None
     places = layout(plan).offsets
