@@ -70,7 +70,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
         with phase("weights", seconds):
-            options = CompileOptions(limits, dtype, under("weights", progress))
+            options = CompileOptions(limits, dtype, under("weights", progress), config.sm)
             compiled = target.compile(program, options, writer.directory)
         sections.write_tokenizer(program, writer.directory)
         write_report(writer.directory / REPORT_NAME, program, compiled.weight_bytes, nodes_traced)
@@ -81,7 +81,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 precision=sections.precision(dtype, choices.quant, compiled),
                 limits=sections.limits(limits),
                 kv_cache=sections.kv_cache(program, dtype, limits),
-                build=sections.build(choices, dtype, limits),
+                build=sections.build(choices, dtype, limits, config.sm),
                 progress=under("write", progress),
             )
     used = {"estimate": estimate.to_dict(), "peak": memory.peak_rss()}

@@ -30,8 +30,9 @@ class BuildConfig:
     Args:
         model: Hugging Face directory, or a `.gguf` file.
         output: The engine directory to write.
-        target: "cpu"; None takes what suits this machine.
+        target: "cpu" or "cuda"; None takes cpu.
         dtype: Computation dtype, "float32"; None takes the target's own.
+        sm: Kinds of GPU to compile for, "80,90"; None compiles for all that are known. Only with the cuda target.
         quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and else does not quantize ("none").
         max_batch_size: Most sequences in one step.
         max_num_tokens: Most tokens in one step, decode and prefill together; at least max_batch_size.
@@ -50,6 +51,7 @@ class BuildConfig:
     output: Path
     target: str | None = None
     dtype: str | None = None
+    sm: str | None = None
     quant: str | None = None
     max_batch_size: int = 16
     max_num_tokens: int | None = None
@@ -109,8 +111,9 @@ def choose(config: BuildConfig) -> Choices:
     target = config.target
     if target is None:
         target = "cpu"
-        notes.append("target cpu: the only one of this version")
+        notes.append("target cpu: --target cuda makes an engine for NVIDIA GPUs")
     _check_target_name(target)
+    _check_sm(config.sm, target, notes)
     if config.dtype is not None and config.dtype not in DTYPES:
         raise ConfigError(
             f"unknown dtype {config.dtype!r}", where=_option("dtype"), hint=nearest(config.dtype, list(DTYPES))
@@ -129,6 +132,19 @@ def choose(config: BuildConfig) -> Choices:
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
     return Choices(target, quant, notes)
+
+
+def _check_sm(sm: str | None, target: str, notes: list[str]) -> None:
+    from llmbuild.builder.targets.cuda.sms import SMS, parse_sms
+
+    if target != "cuda":
+        if sm is not None:
+            raise ConfigError(f"the {target} target is compiled for no GPU", where="--sm", hint="leave --sm out")
+        return
+    if sm is None:
+        notes.append(f"sm {','.join(map(str, SMS))}: all that are known; fewer are built faster")
+    else:
+        parse_sms(sm)
 
 
 def _check_target_name(target: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import llmbuild
 from llmbuild.builder.ir import BlockPart, ModelInfo, Program
@@ -61,8 +62,8 @@ def kv_cache(program: Program, dtype: str, limits: Limits) -> KVCacheSection:
     return KVCacheSection(dtype=dtype, block_size=limits.block_size, layers=layers)
 
 
-def build(choices: Choices, dtype: str, limits: Limits) -> BuildSection:
-    options = {
+def build(choices: Choices, dtype: str, limits: Limits, sm: str | None) -> BuildSection:
+    options: dict[str, Any] = {
         "target": choices.target,
         "dtype": dtype,
         "quant": choices.quant,
@@ -70,6 +71,8 @@ def build(choices: Choices, dtype: str, limits: Limits) -> BuildSection:
         "max_num_tokens": limits.max_num_tokens,
         "max_seq_len": limits.max_seq_len,
     }
+    if sm is not None:
+        options["sm"] = sm
     return BuildSection(llmbuild_version=llmbuild.__version__, options=options)
 
 

@@ -28,11 +28,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """dtype: computation dtype name ("float32"). progress(done, total, label): called while weights are written."""
+    """dtype: computation dtype name ("float32"). progress(done, total, label): called while weights are written.
+
+    sm: kinds of GPU, "80,90"; None for all that are known. Only for targets that compile for GPUs.
+    """
 
     limits: Limits
     dtype: str
     progress: Callable[[int, int, str], None] | None = None
+    sm: str | None = None
 
 
 @dataclass

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # name -> "module:class". Adding a target is this line and a folder of its own.
 TARGETS: dict[str, str] = {
     "cpu": "llmbuild.builder.targets.cpu.target:CpuTarget",
+    "cuda": "llmbuild.builder.targets.cuda.target:CudaTarget",
 }
 
 

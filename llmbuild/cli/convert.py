@@ -33,10 +33,21 @@ def convert(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="cpu|cuda|tensorrt|tensorrt-rtx", help="What runs the engine. This version has cpu."),
+        typer.Option(
+            metavar="cpu|cuda|tensorrt|tensorrt-rtx", help="What runs the engine. This version has cpu and cuda."
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="float32|bfloat16|float16", help="What is computed in; cpu: float32.")
+        str | None,
+        typer.Option(
+            metavar="float32|bfloat16|float16", help="What is computed in. Left out: cpu float32, cuda bfloat16."
+        ),
+    ] = None,
+    sm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="80,90", help="GPUs to compile for, with --target cuda: 80, 86, 89, 90, 100, 120. Left out: all."
+        ),
     ] = None,
     quant: Annotated[
         str | None,
@@ -87,6 +98,7 @@ def convert(
             output=output or Path("engine"),
             target=target,
             dtype=dtype,
+            sm=sm,
             quant=quant,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,

@@ -84,8 +84,8 @@ def _ranges(packages: dict[str, str], separator: str = "") -> str:
 
 
 def _kv_bytes_per_token(engine: Engine) -> int:
-    import numpy as np
+    from llmbuild.engine.launch_plan import ITEM_BYTES
 
     kv = engine.manifest.kv_cache
     values = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in kv.layers)
-    return values * np.dtype(kv.dtype).itemsize
+    return values * ITEM_BYTES[kv.dtype]

@@ -46,7 +46,7 @@ def converted(models, tmp_path_factory) -> Path:
     listed = [path for path in out.rglob("*") if path.is_file() and not path.name.startswith("engine.json")]
     assert told["bytes"] == sum(path.stat().st_size for path in listed)
     assert any(entry["count"] > 0 for entry in told["passes"])
-    assert "target cpu: the only one of this version" in told["notes"]
+    assert "target cpu: --target cuda makes an engine for NVIDIA GPUs" in told["notes"]
     return out
 
 
@@ -69,7 +69,7 @@ def test_twice_gives_the_same_bytes(converted, models, tmp_path, invoke):
 def test_convert_tells_what_it_did(models, tmp_path, invoke):
     result = invoke("convert", models / "one", "-o", tmp_path / "e", "--quant", "int8-wo", "--max-seq-len", 64)
     assert result.exit_code == 0, result.stderr
-    assert "chosen: target cpu: the only one of this version" in result.stderr
+    assert "chosen: target cpu: --target cuda makes an engine for NVIDIA GPUs" in result.stderr
     assert "chosen: max_num_tokens 512" in result.stderr
     for text in ("Passes", "rms_norm", "Weights", f"{tmp_path / 'e'}: "):
         assert text in result.stdout
@@ -193,7 +193,10 @@ def test_what_is_no_model(tmp_path, invoke, name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "cuda"], "target 'cuda' is not in this version of llmbuild"),
+        (["--target", "tensorrt"], "target 'tensorrt' is not in this version of llmbuild"),
+        (["--sm", "90"], "the cpu target is compiled for no GPU"),
+        (["--target", "cuda", "--sm", "75"], "no kernels for SM 75"),
+        (["--target", "cuda", "--sm", "ninety"], "'ninety' is no list of SMs"),
         (["--dtype", "float16"], "the cpu target does not compute in float16"),
         (["--quant", "int3"], "unknown quantization recipe 'int3'"),
         (["--quant", "gguf"], "the recipe 'gguf' keeps the blocks of a GGUF file, but one is not one"),

@@ -137,7 +137,7 @@ def test_build_writes_a_whole_engine_and_says_what_it_chose(tmp_path, seams):
         "weight_bytes": {"float32": 128},
     }
     assert report.notes == [
-        "target cpu: the only one of this version",
+        "target cpu: --target cuda makes an engine for NVIDIA GPUs",
         "quant none: no quantization",
         "dtype float32: what the cpu target computes in",
         "max_seq_len 4096: the model was made for 6000, --max-seq-len raises the limit",
@@ -183,11 +183,12 @@ def test_paths_and_times_leave_no_trace(tmp_path, seams):
     ("changes", "kind", "text"),
     [
         (
-            dict(target="cuda"),
+            dict(target="tensorrt"),
             UnsupportedError,
-            "target 'cuda' is not in this version of llmbuild\n  where: --target\n  next:  available: cpu",
+            "target 'tensorrt' is not in this version of llmbuild\n  where: --target\n  next:  available: cpu",
         ),
         (dict(target="tensorrt-rtx"), UnsupportedError, "target 'tensorrt-rtx' is not in this version of llmbuild"),
+        (dict(sm="90"), ConfigError, "the cpu target is compiled for no GPU\n  where: --sm\n  next:  leave --sm out"),
         (dict(target="cpuu"), ConfigError, "unknown target 'cpuu'\n  where: --target\n  next:  did you mean 'cpu'?"),
         (
             dict(dtype="bfloat16"),

@@ -1,4 +1,4 @@
-"""Whole models cut into parts, row programs in the interpreter: the logits are the oracle's."""
+"""Whole models cut into parts, planned, and run in the interpreter: the logits are the oracle's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.cuda.kernel_source import specs
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
-from llmbuild.builder.targets.cuda.simulate import Simulator
+from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
 from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.recipes import find_recipe
 from support.families import FAMILIES as DENSE
 from support.families import MOE_FAMILIES
 from support.packed_driver import Request, drive
+from support.plans import tiny_executor
 from support.tiny_models import save_tiny, tiny_model
 
 # Launches of row programs in two layers, and how many distinct kernels they take.
@@ -64,23 +65,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return optimized("llama", tmp_path_factory.mktemp("models"))
 
 
-def agreeing(program: Program) -> Simulator:
-    """Run `program` cut into parts and whole; logits and KV pools must agree. Returns what ran the parts."""
-    simulator, oracle = Simulator(program), Oracle(program)
-    mine, plain = PagedState(num_blocks=8, block_size=8), PagedState(num_blocks=8, block_size=8)
+def agreeing(program: Program) -> PlanInterpreter:
+    """Run `program` as a plan and as a graph; logits and KV pools must agree. Returns what ran the plan."""
+    executor, oracle = tiny_executor(program), Oracle(program)
+    plain = PagedState(num_blocks=8, block_size=8)
     expected = np.concatenate(drive(lambda s: oracle.run(s, plain).numpy(), requests(), num_blocks=8))
-    found = np.concatenate(drive(lambda s: simulator.run(s, mine).numpy(), requests(), num_blocks=8))
+    found = np.concatenate(drive(executor.forward, requests(), num_blocks=8))
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
-    assert plain.keys.keys() == mine.keys.keys()
-    for layer in plain.keys:
-        torch.testing.assert_close(mine.keys[layer], plain.keys[layer], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(mine.values[layer], plain.values[layer], rtol=1e-5, atol=1e-5)
-    return simulator
+    pools = {f"keys_{layer}": pool for layer, pool in plain.keys.items()}
+    pools |= {f"values_{layer}": pool for layer, pool in plain.values.items()}
+    assert pools.keys() == executor.pools.keys()
+    for name, pool in pools.items():
+        torch.testing.assert_close(executor.pools[name], pool.flatten(), rtol=1e-5, atol=1e-5)
+    return executor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parts_compute_the_logits_of_the_graph(family: str, tmp_path: Path) -> None:
-    parts = agreeing(optimized(family, tmp_path)).parts
+    program = optimized(family, tmp_path)
+    agreeing(program)
+    parts = partition(program)
     assert (len(launches(parts)), len(parts.kernels)) == FAMILIES[family]
 
 
@@ -113,8 +117,7 @@ def test_attention_reads_queries_where_they_were_rotated_and_appends_nothing(lla
 
 
 def test_tokens_without_a_slot_append_nothing(llama: Program) -> None:
-    simulator = Simulator(llama)
-    kernel = next(kernel for kernel in simulator.parts.kernels if "keys_0" in kernel.outputs)
+    kernel = next(kernel for kernel in partition(llama).kernels if "keys_0" in kernel.outputs)
     assert "mask=slot_mapping_wide >= 0" in kernel.source
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from llmbuild.builder.targets.cuda import aot
 from llmbuild.builder.targets.cuda.parameters import check_parameters, place, ptx_parameters
+from llmbuild.builder.targets.cuda.sms import parse_sms
 from llmbuild.engine.cubin import TensorMap
 from llmbuild.engine.kernel_pack import KernelPack, write_pack
 from llmbuild.errors import ConfigError, LLMBuildError
@@ -246,8 +247,8 @@ def test_the_interpreter_of_triton_is_switched_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sms() -> None:
-    assert aot.parse_sms("90,80, 80") == (80, 90)
+    assert parse_sms("90,80, 80") == (80, 90)
     with pytest.raises(ConfigError, match=r"no kernels for SM 75, 87\n.*\n.*known: 80, 86, 89, 90, 100, 120"):
-        aot.parse_sms("75,90,87")
+        parse_sms("75,90,87")
     with pytest.raises(ConfigError, match="'sm_90' is no list of SMs"):
-        aot.parse_sms("sm_90")
+        parse_sms("sm_90")

@@ -11,10 +11,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import fx
 
-from llmbuild.builder.ir import Program, WeightExpr
+from llmbuild.builder.ir import Program
 from llmbuild.builder.targets.base import Limits
-from llmbuild.builder.targets.cpu.weight_file import Entry, WeightFile
-from llmbuild.builder.weights import PIECE
+from llmbuild.builder.targets.weight_file import Entry, WeightFile, plain_entry
 
 OPSET = 23
 CONTRIB = "com.microsoft"  # onnxruntime's own fused operators
@@ -192,11 +191,3 @@ class Emitter:
         count = self._names.get(name, 0)
         self._names[name] = count + 1
         return name if count == 0 else f"{name}.{count}"
-
-
-def plain_entry(expr: WeightExpr) -> Entry:
-    """The entry of a weight that is kept as it is."""
-    from llmbuild.builder.targets.cpu.layouts import numpy_dtype
-
-    dtype = numpy_dtype(expr.dtype)
-    return Entry(tuple(expr.shape), dtype, lambda: (piece.numpy() for piece in expr.pieces(PIECE)), dtype.name)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import fx
 
 from llmbuild.builder.ir import BlockPart, Program
@@ -23,10 +22,6 @@ ROWS = 8  # rows of a tile of native/block_weight.h
 
 # Formats whose scales and offsets are float16 in the file; the others need float32.
 HALF_SCALES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    return torch.zeros((), dtype=dtype).numpy().dtype
 
 
 @dataclass(frozen=True)

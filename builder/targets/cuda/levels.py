@@ -122,8 +122,14 @@ def is_dense(view: View, kept: int) -> bool:
 
 
 def reads_in_place(kind: str, view: View) -> bool:
-    """Whether a barrier of a kind can read a view as it lies: all but the last axis of attention and batches."""
-    if kind in ("attention", "batched_gemm"):
+    """Whether a barrier of a kind can read a view as it lies.
+
+    Attention reads queries below each other; a product with a stack of matrices, rows in any stride.
+    """
+    if kind == "attention":
+        _, heads, channels = (*view.shape,)
+        return view.offset == 0 and view.strides == (int(heads) * int(channels), int(channels), 1)
+    if kind == "batched_gemm":
         return view.shape[-1] == 1 or view.strides[-1] == 1
     return is_dense(view, 1)
 

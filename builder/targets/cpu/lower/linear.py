@@ -25,7 +25,7 @@ from llmbuild.builder.targets.cpu.layouts import (
     record_bytes,
 )
 from llmbuild.builder.targets.cpu.lower.rule import Rule, onnx_shape, reshape
-from llmbuild.builder.targets.cpu.weight_file import Entry
+from llmbuild.builder.targets.weight_file import Entry
 
 aten = torch.ops.aten
 

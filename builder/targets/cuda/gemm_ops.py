@@ -1,0 +1,108 @@
+"""Products with a weight in a plan: rows below each other in memory, whatever axes the graph gives them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import fx
+
+from llmbuild.builder.passes.edit import arguments, size
+from llmbuild.builder.targets.cuda.buffers import Buffer, View
+from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
+from llmbuild.builder.targets.cuda.partition import Barrier
+from llmbuild.builder.targets.cuda.views import NoRule
+from llmbuild.engine.launch_plan import GemmOp
+
+aten = torch.ops.aten
+
+
+def gemm_op(lowered: Lowered, part: Barrier) -> None:
+    """Add one product.
+
+    Raises:
+        NoRule: Its rows do not lie below each other, or its operands differ in dtype.
+    """
+    node = part.node
+    weight, bias = operands(node)
+    view, out = part.inputs[0], lowered.parts.buffers[node.name]
+    for other in (weight, bias):
+        if other is not None and other.meta["val"].dtype != out.dtype:
+            raise NoRule(node, f"a product of {out.dtype} and {other.meta['val'].dtype}")
+    if lowered.parts.buffers[view.buffer].dtype != out.dtype:
+        raise NoRule(node, f"a product of {lowered.parts.buffers[view.buffer].dtype} into {out.dtype}")
+    stacked = len(size(weight)) == 3
+    if len(size(weight)) not in (2, 3):
+        raise NoRule(node, f"a product with a weight of shape {list(size(weight))}")
+    strides = (stacked_rows if stacked else flat_rows)(node, view, out)
+    rows, x_stride, x_batch, out_stride, out_batch = strides
+    layout: Literal["nk", "kn"] = "nk" if node.target == aten.linear.default else "kn"
+    *batch, first, second = (int(dim) for dim in size(weight))
+    n, k = (first, second) if layout == "nk" else (second, first)
+    lowered.ops.append(
+        GemmOp(
+            x=lowered.place(view.buffer, view.offset),
+            weight=lowered.place(weight.name),
+            bias=None if bias is None else lowered.place(bias.name),
+            out=lowered.place(node.name),
+            rows=rows,
+            n=n,
+            k=k,
+            batch=batch[0] if batch else 1,
+            dtype=dtype_name(out.dtype),
+            x_stride=x_stride,
+            x_batch=x_batch,
+            weight_layout=layout,
+            weight_stride=second,
+            weight_batch=first * second if batch else 0,
+            out_stride=out_stride,
+            out_batch=out_batch,
+            label=node.name,
+        )
+    )
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return weight and bias."""
+    if node.target == aten.linear.default:
+        _, weight, bias = arguments(node)
+        return weight, bias
+    if node.target == aten.addmm.default:
+        bias, _, weight, beta, alpha = arguments(node)
+        if beta != 1 or alpha != 1:
+            raise NoRule(node, f"addmm with beta {beta} and alpha {alpha}")
+        return weight, bias
+    return node.args[1], None  # type: ignore[return-value]
+
+
+def flat_rows(node: fx.Node, view: View, out: Buffer) -> tuple[str, int, int, int, int]:
+    """Return (rows, x stride, 0, out stride, 0) of a product with one matrix: all leading axes are rows.
+
+    In memory the axis of tokens comes first in the result, so it must in x.
+    """
+    axes = [out.row_axis, *(place for place in range(len(view.shape) - 1) if place != out.row_axis)]
+    stride, expected, each = int(view.shape[-1]), None, 1
+    for place in reversed(axes):
+        dim, step = view.shape[place], view.strides[place]  # type: ignore[index]
+        if dim == 1:
+            continue
+        if expected is None:
+            stride = step
+        elif step != expected:
+            raise NoRule(node, f"rows of strides {list(view.strides)}")
+        if isinstance(dim, int):
+            expected, each = step * dim, each * dim
+    return row_text(out, each), stride, 0, int(out.shape[-1]), 0
+
+
+def stacked_rows(node: fx.Node, view: View, out: Buffer) -> tuple[str, int, int, int, int]:
+    """Return (rows, x stride, x batch, out stride, out batch) of one product for each matrix of a stack."""
+    if len(view.shape) != 3 or out.row_axis != 1 or out.rows_each != 1:
+        raise NoRule(node, f"a product of {list(view.shape)} with a stack of matrices")
+    batch, _, n = out.shape
+    return row_text(out, 1), view.strides[1], view.strides[0], int(batch) * int(n), int(n)
+
+
+def row_text(out: Buffer, each: int) -> str:
+    each *= out.rows_each
+    return str(out.rows) if each == 1 else f"{out.rows} * {each}"

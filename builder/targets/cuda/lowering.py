@@ -1,0 +1,126 @@
+"""Program → launch plan.
+
+partition.py    the graph as barriers and row programs
+lowering.py     each part as ops, with the kernels, weights and workspaces that they need
+  attention_ops.py, gemm_ops.py: one kind of barrier each
+planner.py      places of the buffers in the arena
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from llmbuild.builder.ir import Program, WeightExpr, raise_unsupported
+from llmbuild.builder.targets.base import Limits as EngineLimits
+from llmbuild.builder.targets.cuda.attention_ops import attention_ops
+from llmbuild.builder.targets.cuda.buffers import whole
+from llmbuild.builder.targets.cuda.gemm_ops import gemm_op
+from llmbuild.builder.targets.cuda.kernel_source import specs
+from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dtype_name, label
+from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
+from llmbuild.builder.targets.cuda.planner import lay_out
+from llmbuild.builder.targets.cuda.views import NoRule
+from llmbuild.engine.launch_plan import PLAN_VERSION, Input, KernelOp, LaunchPlan, Limits, Weight, places_of
+from llmbuild.plugins.kernels.spec import KernelSpec
+
+BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
+    "attention": attention_ops,
+    "gemm": gemm_op,
+    "batched_gemm": gemm_op,
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what belongs to it: kernels and weights by the names that it uses, and the row programs' source.
+
+    needed: bytes of buffers that live at the worst op; no arena could be smaller.
+    """
+
+    plan: LaunchPlan
+    specs: dict[str, KernelSpec]
+    weights: dict[str, WeightExpr]
+    source: str
+    needed: int
+
+
+def plan_program(program: Program, limits: EngineLimits, hardware: Hardware, parts: Partition | None = None) -> Planned:
+    """Plan an optimised program for one kind of GPU.
+
+    Args:
+        parts: What `partition(program)` returned, to share it among several GPUs.
+
+    Raises:
+        UnsupportedError: naming every node that cannot be planned, with its source line.
+    """
+    parts = partition(program) if parts is None else parts
+    stride = -(-limits.max_seq_len // limits.block_size)
+    bounds = Limits(
+        max_num_tokens=limits.max_num_tokens,
+        max_batch_size=limits.max_batch_size,
+        table_stride=stride,
+        block_size=limits.block_size,
+    )
+    lowered = Lowered(program, parts, bounds, hardware)
+    rows = {spec.name: lowered.kernel(spec) for spec in specs(parts)}
+    problems: list[tuple[fx.Node, str]] = []
+    for part in parts.parts:
+        if isinstance(part, Launch):
+            lowered.ops.append(row_op(lowered, part, rows[part.kernel.name]))
+        elif part.kind not in BARRIERS:
+            problems.append((part.node, f"the cuda target has no kernels for {part.kind} yet"))
+        else:
+            try:
+                BARRIERS[part.kind](lowered, part)
+            except NoRule as problem:
+                problems.append((problem.node, problem.reason))
+    raise_unsupported("cuda", problems)
+    return finish(lowered)
+
+
+def row_op(lowered: Lowered, part: Launch, kernel: str) -> KernelOp:
+    places = tuple(lowered.place(name) for name in part.arguments)
+    return KernelOp(kernel=kernel, arguments=places, label=label(part.arguments[: len(part.kernel.outputs)]))
+
+
+def finish(lowered: Lowered) -> Planned:
+    """Give buffers their places and write everything down."""
+    output = lowered.parts.output
+    buffer = lowered.parts.buffers[output.buffer]
+    logits = lowered.place(output.buffer, output.offset)
+    if buffer.row_axis != 0 or output != whole(buffer):
+        raise ValueError(f"the logits are {output}, not the rows of a buffer")
+    touched = [places_of(op) for op in lowered.ops]
+    layout = lay_out(list(lowered.needs.values()), lowered.ops, touched, lowered.limits, last=output.buffer)
+    weights = tuple(
+        Weight(name=name, dtype=dtype_name(expression.dtype), shape=tuple(expression.shape))
+        for name, expression in sorted(lowered.weights.items())
+    )
+    plan = LaunchPlan(
+        version=PLAN_VERSION,
+        limits=lowered.limits,
+        inputs=tuple(
+            Input(name=name, dtype="int32", size=size.format(table_stride=lowered.limits.table_stride))
+            for name, size in INPUTS.items()
+        ),
+        weights=weights,
+        pools=tuple(lowered.pools[name] for name in sorted(lowered.pools, key=pool_order)),
+        buffers=layout.buffers,
+        arena_bytes=layout.arena_bytes,
+        ops=tuple(lowered.ops),
+        logits=logits,
+        logits_dtype=dtype_name(buffer.dtype),
+        logits_columns=buffer.width,
+    )
+    problem = plan.problem()
+    if problem is not None:
+        raise AssertionError(f"the plan is wrong: {problem}")
+    return Planned(plan, lowered.specs, lowered.weights, lowered.parts.source, layout.needed)
+
+
+def pool_order(name: str) -> tuple[int, str]:
+    kind, _, layer = name.rpartition("_")
+    return int(layer), kind

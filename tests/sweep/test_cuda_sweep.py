@@ -1,0 +1,64 @@
+"""Every decoder family planned for the cuda target and run in the interpreter: the logits are transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.pipeline import optimize
+from llmbuild.errors import UnsupportedError
+from llmbuild.quantization.recipes import find_recipe
+from support.packed_driver import Request, drive
+from support.plans import tiny_executor
+from support.sweep import SWEEP, VARIANTS
+from support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model
+
+QUICK = {"llama", "gemma2", "gpt2", "falcon (ALiBi)", "gptj", "minicpm3", "gpt_oss", "phi3 (longrope)"}
+HALF = ("llama", "gemma2", "gpt_oss", "bloom")
+# A tolerance for float16: its rounding, some layers deep, of logits that are sums of 64 products.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
+REFUSED = {"llama4_text": "rows that are not the first axis"}  # experts in plain products, [E, T, H] as [E·T, H]
+
+
+def requests() -> list[Request]:
+    """Chunks across blocks of 8 and a window of 6, decode, and a prompt of one token that joins it."""
+    draw = np.random.default_rng(7).integers(3, VOCAB_SIZE, 24).tolist()
+    return [Request(draw[:14], prompt=11, chunks=(5,)), Request(draw[14:18], prompt=1, arrives=2)]
+
+
+def planned_logits(name: str, directory: Path, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logits of all tokens, by the plan and by transformers in float32."""
+    family, options = VARIANTS.get(name, (name, {}))
+    model = tiny_model(family, **options)
+    path = save_tiny(model, directory / "model", tokenizer=False)
+    program = load_program(path, dtype=dtype)
+    optimize(program, find_recipe("none"))
+    found = np.concatenate(drive(tiny_executor(program, num_blocks=8).forward, requests(), num_blocks=8))
+    with torch.inference_mode():
+        expected = [model(torch.tensor([request.tokens])).logits[0] for request in requests()]
+    return found, torch.cat(expected).float().numpy()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SWEEP if name not in REFUSED],
+)
+def test_plan_of_family(name: str, tmp_path: Path) -> None:
+    found, expected = planned_logits(name, tmp_path, torch.float32)
+    assert np.abs(found - expected).max() < TOLERANCES[torch.float32] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_plan_of_family_in_float16(name: str, tmp_path: Path) -> None:
+    found, expected = planned_logits(name, tmp_path, torch.float16)
+    assert np.abs(found - expected).max() < TOLERANCES[torch.float16] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_planned_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=REFUSED[name]):
+        planned_logits(name, tmp_path, torch.float32)
