@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmbuild.engine.kernel_pack import KernelPack
-from llmbuild.engine.launch_plan import GemmOp, KernelOp, LaunchPlan
+from llmbuild.engine.launch_plan import GemmOp, LaunchPlan, launches_of
 from llmbuild.errors import EngineError
 from llmbuild.runtime.executors.cuda.driver import CudaError, Device
 from llmbuild.runtime.executors.cuda.parameters import check_arguments
@@ -42,7 +42,7 @@ def load_kernels(plan: LaunchPlan, pack: KernelPack, device: Device) -> dict[str
         EngineError: The pack lacks this GPU's SM or a kernel, a kernel takes other arguments, or the driver cannot
             load one.
     """
-    launches = [launch for op in plan.ops for launch in kernel_launches(op)]
+    launches = [launch for op in plan.ops for launch in launches_of(op)]
     cubins = {name: pack.kernel(name, device.sm) for name in sorted({launch.kernel for launch in launches})}
     for launch in launches:
         check_arguments(launch.kernel, cubins[launch.kernel].launch, launch.arguments)
@@ -53,13 +53,6 @@ def load_kernels(plan: LaunchPlan, pack: KernelPack, device: Device) -> dict[str
         except CudaError as error:
             raise _cannot_load(name, pack.path, device, error) from error
     return loaded
-
-
-def kernel_launches(op: KernelOp | GemmOp) -> tuple[KernelOp, ...]:
-    """Return the kernels that an op may launch."""
-    if isinstance(op, KernelOp):
-        return (op,)
-    return tuple(launch for small in op.kernels for launch in small.launches)
 
 
 def needs_library(plan: LaunchPlan) -> bool:
