@@ -48,7 +48,7 @@ def sample_bins(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
-    heat, cut_k, _, cut_p, _ = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
+    heat, cut_k, cut_p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
     highest, _ = row_peak(peak_keys, peak_ids, row, CHUNKS, CHUNKS_BLOCK)
     if cut_p & (cut_k == 0) & is_finite(highest):
         columns = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)

@@ -54,68 +54,59 @@ def sample_cuts(
 ):
     """Grid: (L,). cut_keys, cut_ids int32 [L]: key and id of the last token that is kept.
 
-    Reads the list of a row, or all of its logits where there is none, STEP tokens at once.
+    The list of a row stays in registers. Where there is none, each step reads all logits of the row, STEP at once.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    heat, cut_k, k, cut_p, p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
+    heat, cut_k, cut_p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
     peak, _ = row_peak(peak_keys, peak_ids, row, CHUNKS, CHUNKS_BLOCK)
     key = tl.full([], LOWEST_KEY, tl.int32)
     token = tl.full([], HIGHEST_ID, tl.int32)
     if (cut_k | cut_p) & is_finite(peak):
+        places = tl.arange(0, LISTED)
         count = tl.load(listed + row)
         has_list = count <= LISTED
-        length = tl.where(has_list, count, TOKENS)
+        inside = has_list & (places < count)
+        keys = tl.load(list_keys + row * LISTED + places, mask=inside, other=LOWEST_KEY)
+        ids = tl.load(list_ids + row * LISTED + places, mask=inside, other=HIGHEST_ID)
         row_logits = logits + row * COLUMNS
-        keys = list_keys + row * LISTED
-        ids = list_ids + row * LISTED
         highest = from_key(peak)
         least = tl.load(min_p + row)
         before = tl.full([], 0, tl.int64)
         if cut_k:
+            k = tl.load(top_k + row)
             key, token = find_end(
-                row_logits, keys, ids, has_list, length, key, token, highest, heat, least, before, k.to(tl.int64),
-                True, TOKENS, STEP,
+                keys, ids, inside.to(tl.int64), has_list, row_logits, key, token, highest, heat, least, before,
+                k.to(tl.int64), True, TOKENS, STEP,
             )  # fmt: skip
         if cut_p:
+            above = exponent(from_key(keys), highest, heat)
+            amounts = tl.where(inside & not_after(keys, ids, key, token), to_weight(above, least), 0)
             if cut_k:
                 total = measure(
-                    row_logits, keys, ids, has_list, length, key, token, key, token, highest, heat, least, False, STEP
-                )
-            elif has_list:
-                total = tl.load(totals + row)
-                before = tl.load(above_edge + row)
+                    keys, ids, amounts, has_list, row_logits, key, token, key, token, highest, heat, least, False,
+                    TOKENS, STEP,
+                )  # fmt: skip
             else:
                 total = tl.load(totals + row)
+                before = tl.where(has_list, tl.load(above_edge + row), before)
             key, token = find_end(
-                row_logits, keys, ids, has_list, length, key, token, highest, heat, least, before, share_of(p, total),
-                False, TOKENS, STEP,
+                keys, ids, amounts, has_list, row_logits, key, token, highest, heat, least, before,
+                share_of(tl.load(top_p + row), total), False, TOKENS, STEP,
             )  # fmt: skip
     tl.store(cut_keys + row, key)
     tl.store(cut_ids + row, token)
 
 
 @triton.jit
-def candidates(row_logits, list_keys, list_ids, has_list, at, inside):
-    """Return (keys, ids) of the entries `at` of a list, or of the columns `at` of a row."""
-    if has_list:
-        keys = tl.load(list_keys + at, mask=inside, other=LOWEST_KEY)
-        ids = tl.load(list_ids + at, mask=inside, other=HIGHEST_ID)
-    else:
-        keys = to_key(tl.load(row_logits + at, mask=inside, other=0.0).to(tl.float32))
-        ids = at
-    return keys, ids
-
-
-@triton.jit
 def measure(
-    row_logits,
-    list_keys,
-    list_ids,
+    keys,
+    ids,
+    amounts,
     has_list,
-    length,
+    row_logits,
     key,
     token,
     cut_key,
@@ -124,48 +115,76 @@ def measure(
     heat,
     least,
     COUNT: tl.constexpr,
+    TOKENS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return the number (COUNT) or the weight of the candidates up to (key, token), and up to (cut_key, cut_id)."""
-    sums = tl.zeros([STEP], tl.int64)
-    for start in range(0, length, STEP):
-        at = start + tl.arange(0, STEP)
-        keys, ids = candidates(row_logits, list_keys, list_ids, has_list, at, at < length)
-        kept = (at < length) & not_after(keys, ids, key, token) & not_after(keys, ids, cut_key, cut_id)
-        if COUNT:
-            sums += kept.to(tl.int64)
-        else:
-            sums += tl.where(kept, to_weight(exponent(from_key(keys), highest, heat), least), 0)
-    return tl.sum(sums, 0)
+    """Return the sum of what is in the order up to (key, token): the listed amounts, int64, or of the row the number
+    (COUNT) or the weights of the tokens up to (cut_key, cut_id)."""
+    if has_list:
+        total = tl.sum(tl.where(not_after(keys, ids, key, token), amounts, 0), 0)
+    else:
+        sums = tl.zeros([STEP], tl.int64)
+        for start in range(0, TOKENS, STEP):
+            at = start + tl.arange(0, STEP)
+            x = tl.load(row_logits + at, mask=at < TOKENS, other=0.0).to(tl.float32)
+            here = to_key(x)
+            kept = (at < TOKENS) & not_after(here, at, key, token) & not_after(here, at, cut_key, cut_id)
+            if COUNT:
+                sums += kept.to(tl.int64)
+            else:
+                sums += tl.where(kept, to_weight(exponent(x, highest, heat), least), 0)
+        total = tl.sum(sums, 0)
+    return total
 
 
 @triton.jit
 def extent(
-    row_logits, list_keys, list_ids, has_list, length, key, cut_key, cut_id, BY_ID: tl.constexpr, STEP: tl.constexpr
+    keys,
+    ids,
+    amounts,
+    has_list,
+    row_logits,
+    key,
+    cut_key,
+    cut_id,
+    BY_ID: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Return the least and the greatest key of the candidates up to the cut, or id (BY_ID) of those with this key."""
-    least = tl.full([STEP], HIGHEST_ID, tl.int32)
-    greatest = tl.full([STEP], LOWEST_KEY, tl.int32)
-    for start in range(0, length, STEP):
-        at = start + tl.arange(0, STEP)
-        keys, ids = candidates(row_logits, list_keys, list_ids, has_list, at, at < length)
-        kept = (at < length) & not_after(keys, ids, cut_key, cut_id)
+    """Return the least and the greatest key of what is measured, or (BY_ID) id of what has this key."""
+    if has_list:
         values = keys
+        kept = amounts > 0
         if BY_ID:
-            kept = kept & (keys == key)
             values = ids
-        least = tl.minimum(least, tl.where(kept, values, HIGHEST_ID))
-        greatest = tl.maximum(greatest, tl.where(kept, values, LOWEST_KEY))
-    return tl.min(least, 0), tl.max(greatest, 0)
+            kept = kept & (keys == key)
+        least = tl.min(tl.where(kept, values, HIGHEST_ID), 0)
+        greatest = tl.max(tl.where(kept, values, LOWEST_KEY), 0)
+    else:
+        lows = tl.full([STEP], HIGHEST_ID, tl.int32)
+        highs = tl.full([STEP], LOWEST_KEY, tl.int32)
+        for start in range(0, TOKENS, STEP):
+            at = start + tl.arange(0, STEP)
+            here = to_key(tl.load(row_logits + at, mask=at < TOKENS, other=0.0).to(tl.float32))
+            kept = (at < TOKENS) & not_after(here, at, cut_key, cut_id)
+            values = here
+            if BY_ID:
+                kept = kept & (here == key)
+                values = at
+            lows = tl.minimum(lows, tl.where(kept, values, HIGHEST_ID))
+            highs = tl.maximum(highs, tl.where(kept, values, LOWEST_KEY))
+        least = tl.min(lows, 0)
+        greatest = tl.max(highs, 0)
+    return least, greatest
 
 
 @triton.jit
 def find_end(
-    row_logits,
-    list_keys,
-    list_ids,
+    keys,
+    ids,
+    amounts,
     has_list,
-    length,
+    row_logits,
     cut_key,
     cut_id,
     highest,
@@ -177,28 +196,28 @@ def find_end(
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return (key, id) of the first candidate, in the order, at which before + measure reaches `wanted`.
+    """Return (key, id) of the first token, in the order, at which before + measure reaches `wanted`.
 
-    Only candidates up to (cut_key, cut_id) count; all of them together reach it.
+    All that is measured together reaches it.
     """
-    low, high = extent(row_logits, list_keys, list_ids, has_list, length, cut_key, cut_key, cut_id, False, STEP)
-    bottom = low.to(tl.int64)  # what lies between two keys may need 33 bits
+    low, high = extent(keys, ids, amounts, has_list, row_logits, 0, cut_key, cut_id, False, TOKENS, STEP)
+    bottom = low.to(tl.int64)  # the sum of two keys may need 33 bits
     top = high.to(tl.int64)
     while bottom < top:
         middle = ((bottom + top + 1) >> 1).to(tl.int32)
         reached = before + measure(
-            row_logits, list_keys, list_ids, has_list, length, middle, HIGHEST_ID, cut_key, cut_id, highest, heat,
-            least, COUNT, STEP,
+            keys, ids, amounts, has_list, row_logits, middle, HIGHEST_ID, cut_key, cut_id, highest, heat, least,
+            COUNT, TOKENS, STEP,
         ) >= wanted  # fmt: skip
         bottom = tl.where(reached, middle.to(tl.int64), bottom)
         top = tl.where(reached, top, middle.to(tl.int64) - 1)
     key = bottom.to(tl.int32)
-    first, last = extent(row_logits, list_keys, list_ids, has_list, length, key, cut_key, cut_id, True, STEP)
+    first, last = extent(keys, ids, amounts, has_list, row_logits, key, cut_key, cut_id, True, TOKENS, STEP)
     while first < last:
         middle = (first + last) >> 1
         reached = before + measure(
-            row_logits, list_keys, list_ids, has_list, length, key, middle, cut_key, cut_id, highest, heat,
-            least, COUNT, STEP,
+            keys, ids, amounts, has_list, row_logits, key, middle, cut_key, cut_id, highest, heat, least,
+            COUNT, TOKENS, STEP,
         ) >= wanted  # fmt: skip
         last = tl.where(reached, middle, last)
         first = tl.where(reached, first, middle + 1)

@@ -22,7 +22,7 @@ from llmbuild.plugins.kernels.sampling_order import (
     to_key,
 )
 
-LISTED = tl.constexpr(4096)  # tokens that a list holds
+LISTED = tl.constexpr(2048)  # tokens that a list holds
 
 
 @triton.jit
@@ -55,13 +55,14 @@ def sample_edges(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    _, cut_k, k, cut_p, p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
+    _, cut_k, cut_p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
     highest, _ = row_peak(peak_keys, peak_ids, row, CHUNKS, CHUNKS_BLOCK)
     edge = tl.full([], NAN_KEY, tl.int32)
     count = LISTED + 1
     if is_finite(highest):
         if cut_k:
-            if k <= BLOCKS:
+            k = tl.load(top_k + row)
+            if (k <= BLOCKS) | (TOKENS <= LISTED):
                 blocks = tl.arange(0, BLOCKS_BLOCK)
                 keys = tl.load(block_keys + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=LOWEST_KEY)
                 low = tl.min(keys, 0).to(tl.int64)
@@ -71,13 +72,13 @@ def sample_edges(
                     enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
                     low = tl.where(enough, middle, low)
                     high = tl.where(enough, high, middle - 1)
-                edge = low.to(tl.int32)
+                edge = tl.where(k <= BLOCKS, low.to(tl.int32), LOWEST_KEY)  # or all of a small vocabulary
                 count = 0
         elif cut_p:
             bins = tl.arange(0, BINS)
             weights = tl.load(bin_weights + row * BINS + bins)
             total = tl.sum(weights, 0)
-            short = tl.cumsum(weights, 0) < share_of(p, total)
+            short = tl.cumsum(weights, 0) < share_of(tl.load(top_p + row), total)
             edge = tl.sum(short.to(tl.int32), 0)
             tl.store(above_edge + row, tl.sum(tl.where(short, weights, 0), 0))
             tl.store(totals + row, total)
@@ -114,7 +115,7 @@ def sample_list(
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    heat, cut_k, _, cut_p, _ = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
+    heat, cut_k, cut_p = cuts_of_row(row, temperature, top_k, top_p, TOKENS)
     edge = tl.load(edges + row)
     peak = tl.load(peak_keys + row * CHUNKS + chunk)
     if (cut_k & (peak >= edge)) | (cut_p & (cut_k == 0)):

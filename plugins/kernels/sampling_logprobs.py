@@ -44,7 +44,7 @@ def logprob_chunks(
     part = row * CHUNKS + chunk
     wanted = tl.load(logprob_counts + row)
     if wanted >= 0:
-        columns = chunk * CHUNK + tl.arange(CHUNK)
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = columns < TOKENS
         x = tl.load(logits + row * COLUMNS + columns, mask=inside, other=float("-inf")).to(tl.float32)
         keys = tl.where(inside, to_key(x), LOWEST_KEY)
@@ -92,7 +92,7 @@ def logprob_rows(
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.load(logprob_counts + row)
     if wanted >= 0:
-        chunks = tl.arange(CHUNKS_BLOCK)
+        chunks = tl.arange(0, CHUNKS_BLOCK)
         parts = row * CHUNKS + chunks
         inside = chunks < CHUNKS
         tl.store(ranks + row, 1 + tl.sum(tl.load(part_ranks + parts, mask=inside, other=0), 0))
@@ -108,7 +108,7 @@ def logprob_rows(
         tl.store(logprobs + out, (sampled - peak) - norm)
 
         # Chunk major: of equal keys the one further ahead has the lower id, both within a chunk and across chunks.
-        places = tl.arange(CHUNKS_BLOCK * MOST_BLOCK)
+        places = tl.arange(0, CHUNKS_BLOCK * MOST_BLOCK)
         chunk = places // MOST_BLOCK
         place = places % MOST_BLOCK
         there = (chunk < CHUNKS) & (place < wanted)

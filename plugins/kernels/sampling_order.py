@@ -72,11 +72,10 @@ def row_peak(peak_keys, peak_ids, row, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.co
 
 @triton.jit
 def cuts_of_row(row, temperature, top_k, top_p, TOKENS: tl.constexpr):
-    """Return (temperature, whether top-k cuts, top_k, whether top-p cuts, top_p) of a row. A greedy row has no cuts."""
+    """Return (temperature, whether top-k cuts, whether top-p cuts) of a row. A greedy row has no cuts."""
     heat = tl.load(temperature + row)
     k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    return heat, (heat > 0) & (k > 0) & (k < TOKENS), k, (heat > 0) & (p < 1.0), p
+    return heat, (heat > 0) & (k > 0) & (k < TOKENS), (heat > 0) & (tl.load(top_p + row) < 1.0)
 
 
 @triton.jit
