@@ -13,20 +13,7 @@ from llmbuild.errors import LLMBuildError
 from llmbuild.runtime.philox import uniform
 from llmbuild.runtime.sampler import SamplingBatch, largest, sample
 from llmbuild.runtime.sampling_batch import RowExtras
-
-FIELDS = ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "seeds", "streams")
-
-
-def make_batch(rows: int, *, extras=None, token_indices=None, **values) -> SamplingBatch:
-    """A batch whose fields are scalars for all rows, or lists with one value a row."""
-    batch = SamplingBatch.greedy(rows)
-    for name, value in values.items():
-        assert name in FIELDS
-        old = getattr(batch, name)
-        batch = batch._replace(**{name: np.broadcast_to(np.asarray(value, old.dtype), old.shape).copy()})
-    if token_indices is not None:
-        batch = batch._replace(token_indices=np.asarray(token_indices, np.int32))
-    return batch._replace(all_greedy=not batch.temperature.any(), extras=None if extras is None else tuple(extras))
+from support.sampling_batches import make_batch, random_logits
 
 
 def plain_sample(logits, *, temperature, top_k, top_p, min_p, draw) -> int:
@@ -54,11 +41,6 @@ def plain_sample(logits, *, temperature, top_k, top_p, min_p, draw) -> int:
         if running > draw * total:
             return i
     return [i for i in kept if weights[i] > 0][-1]
-
-
-def random_logits(seed: int, vocab: int, scale: float, ties: bool) -> np.ndarray:
-    values = np.random.default_rng(seed).normal(size=vocab).astype(np.float32) * np.float32(scale)
-    return np.round(values) if ties else values
 
 
 @settings(max_examples=300, deadline=None)
