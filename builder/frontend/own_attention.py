@@ -187,6 +187,8 @@ def attend(graph: fx.Graph, product: fx.Node, output: fx.Node, rule: ScoreRule, 
     q = token_major(output, q, rows=-2)
     k = token_major(output, keys, rows=-1)
     v = token_major(output, v, rows=-2)
+    # A model that multiplies in float32 widens q and k for it; the op does so by itself, and the cache has one dtype.
+    q, k = (x if dtype(x) == dtype(v) else call(output, aten.to.dtype, x, dtype(v)) for x in (q, k))
     heads = int(size(q)[1])
     notices = list(done.notices)
     k, v = one_of_each(output, k), one_of_each(output, v)

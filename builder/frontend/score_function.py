@@ -51,6 +51,14 @@ class ScoreFunction:
     def __init__(self, product: fx.Node, scores: fx.Node, tokens: torch.SymInt, value: Callable[[str], Tensor]) -> None:
         self.product, self.scores, self.value = product, scores, value
         self.symbol = tokens.node.expr
+        dtype = product.meta["val"].dtype
+        self.half = dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+    def widened(self, value: Any) -> Any:
+        """Return a tensor or dtype of the computation as float32: its rounding would hide what the scores are."""
+        if isinstance(value, Tensor) and value.dtype == self.half:
+            return value.float()
+        return torch.float32 if self.half is not None and value is self.half else value
 
     def zeros(self, length: int) -> Tensor:
         return self.stand_in(self.product.meta["val"], length)
@@ -92,17 +100,18 @@ class ScoreFunction:
             known = {**known, first: self.stand_in(first.meta["val"], length)}
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda item: known[item])
         target: Any = node.target
-        return target(*args, **kwargs)
+        args = tuple(self.widened(item) for item in args)
+        return target(*args, **{name: self.widened(item) for name, item in kwargs.items()})
 
     def placeholder(self, node: fx.Node, length: int) -> Tensor:
         if node.name == "position_ids":
             return torch.arange(length, dtype=torch.int32)
         if node.name in ("input_ids", "logits_indices"):
             raise UnsupportedError(f"attention scores depend on the values of {node.name} in a way that is not known")
-        return self.value(node.name)
+        return self.widened(self.value(node.name))
 
     def stand_in(self, fake: Tensor, length: int) -> Tensor:
-        return torch.zeros([self.number(size, length) for size in fake.shape], dtype=fake.dtype)
+        return torch.zeros([self.number(size, length) for size in fake.shape], dtype=self.widened(fake.dtype))
 
     def number(self, size: Any, length: int) -> Any:
         """A size or condition of the trace for `length` tokens."""

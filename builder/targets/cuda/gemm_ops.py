@@ -12,7 +12,9 @@ from llmbuild.builder.targets.cuda.buffers import Buffer, View
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.views import NoRule
-from llmbuild.engine.launch_plan import GemmOp
+from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp, Number, SmallGemm
+from llmbuild.plugins.kernels.gemm_shape import VECTOR_BYTES, GemmShape
+from llmbuild.plugins.kernels.small_gemm import small_gemm
 
 aten = torch.ops.aten
 
@@ -57,9 +59,45 @@ def gemm_op(lowered: Lowered, part: Barrier) -> None:
             weight_batch=first * second if batch else 0,
             out_stride=out_stride,
             out_batch=out_batch,
+            kernels=() if batch else small_kernels(lowered, part, rows, layout, x_stride),
             label=node.name,
         )
     )
+
+
+def small_kernels(lowered: Lowered, part: Barrier, rows: str, layout: str, x_stride: int) -> tuple[SmallGemm, ...]:
+    """Return the kernels that take the place of the library for few rows, if x lies as they read it."""
+    node, view = part.node, part.inputs[0]
+    weight, bias = operands(node)
+    out = lowered.parts.buffers[node.name]
+    aligned = all(number * out.dtype.itemsize % VECTOR_BYTES == 0 for number in (x_stride, view.offset))
+    if not lowered.hardware.small_gemms or layout != "nk" or not aligned:
+        return ()
+    n, k = (int(dim) for dim in size(weight))
+    shape = GemmShape(n, k, dtype_name(out.dtype), bias=bias is not None)
+    places: dict[str, Argument] = {
+        "x": lowered.place(view.buffer, view.offset),
+        "w": lowered.place(weight.name),
+        "out": lowered.place(node.name),
+        "x_stride": Number(value=str(x_stride)),
+        "out_stride": Number(value=str(n)),
+        "rows": Number(value=rows),
+    }
+    if bias is not None:
+        places["bias"] = lowered.place(bias.name)
+    found = []
+    for small in small_gemm(shape, lowered.hardware.sm, name=f"gemm_{n}x{k}", pdl=lowered.hardware.pdl):
+        mine = dict(places)
+        for name, (dtype, needed) in small.workspaces.items():
+            mine[name] = lowered.workspace(f"{node.name}_{name}_{small.most_rows}", dtype, str(needed))
+        launches = tuple(
+            KernelOp(
+                kernel=lowered.kernel(spec), arguments=tuple(mine[name] for name in spec.signature), label=node.name
+            )
+            for spec in small.specs
+        )
+        found.append(SmallGemm(most_rows=small.most_rows, launches=launches))
+    return tuple(found)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from llmbuild.builder.ir import Program
-from llmbuild.builder.passes.edit import is_tensor, rank, size
+from llmbuild.builder.passes.edit import Size, is_tensor, rank, size
 from llmbuild.builder.targets.cuda.buffers import Buffer, View
 from llmbuild.builder.targets.cuda.index import Index, Var, index_of
 from llmbuild.builder.targets.cuda.views import NoRule, step
@@ -121,14 +122,18 @@ def is_dense(view: View, kept: int) -> bool:
     return True
 
 
+def dense_strides(shape: Size) -> tuple[int, ...]:
+    """Return the strides of a tensor whose rows, along the first axis, lie below each other."""
+    return tuple(math.prod(int(dim) for dim in shape[place + 1 :]) for place in range(len(shape)))
+
+
 def reads_in_place(kind: str, view: View) -> bool:
     """Whether a barrier of a kind can read a view as it lies.
 
-    Attention reads queries below each other; a product with a stack of matrices, rows in any stride.
+    Attention and experts read rows below each other without a gap; a product with a stack of matrices, in any stride.
     """
-    if kind == "attention":
-        _, heads, channels = (*view.shape,)
-        return view.offset == 0 and view.strides == (int(heads) * int(channels), int(channels), 1)
+    if kind in ("attention", "experts"):
+        return view.offset == 0 and view.strides == dense_strides(view.shape)
     if kind == "batched_gemm":
         return view.shape[-1] == 1 or view.strides[-1] == 1
     return is_dense(view, 1)

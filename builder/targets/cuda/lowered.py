@@ -29,12 +29,14 @@ INPUTS = {  # what the host writes: elements
 class Hardware:
     """What kernels are made for. sm: 90 for 9.0. processors: multiprocessors of the card, None for the usual one.
 
-    pdl: launch kernels before those before them have ended (SM 90 and up).
+    pdl: launch kernels before those before them have ended (SM 90 and up). small_gemms: compute products of few rows
+    with kernels of the engine, not with the GEMM library.
     """
 
     sm: int
     processors: int | None = None
     pdl: bool = False
+    small_gemms: bool = True
 
 
 @dataclass

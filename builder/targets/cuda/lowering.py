@@ -2,7 +2,7 @@
 
 partition.py    the graph as barriers and row programs
 lowering.py     each part as ops, with the kernels, weights and workspaces that they need
-  attention_ops.py, gemm_ops.py: one kind of barrier each
+  attention_ops.py, gemm_ops.py, experts_ops.py: one kind of barrier each
 planner.py      places of the buffers in the arena
 """
 
@@ -17,6 +17,7 @@ from llmbuild.builder.ir import Program, WeightExpr, raise_unsupported
 from llmbuild.builder.targets.base import Limits as EngineLimits
 from llmbuild.builder.targets.cuda.attention_ops import attention_ops
 from llmbuild.builder.targets.cuda.buffers import whole
+from llmbuild.builder.targets.cuda.experts_ops import experts_ops
 from llmbuild.builder.targets.cuda.gemm_ops import gemm_op
 from llmbuild.builder.targets.cuda.kernel_source import specs
 from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dtype_name, label
@@ -30,6 +31,7 @@ BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
     "attention": attention_ops,
     "gemm": gemm_op,
     "batched_gemm": gemm_op,
+    "experts": experts_ops,
 }
 
 
