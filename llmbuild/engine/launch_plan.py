@@ -11,6 +11,7 @@ when every sequence has one new token (T = B), otherwise "mixed"; ops may belong
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -212,7 +213,8 @@ class Sampling(Section):
     for a sequence with penalties that enters, and feed, for tokens that the host has not seen.
 
     inputs: arrays of these kernels alone, which the host writes where they are read. state: arrays that stay on the
-    device from step to step, all zeros at first; sizes are those at the plan's limits. token_ids, status (0: a token,
+    device from step to step, all zeros at first; sizes are those at the plan's limits. num_tokens: columns of logits
+    from there on are never sampled. token_ids, status (0: a token,
     1: logits that are not finite) int32 [L], logprob_ids int32, logprobs float32 [L, 1 + n] and ranks int32 [L] are the
     results.
     """
@@ -226,6 +228,7 @@ class Sampling(Section):
     feed: tuple[KernelOp, ...]
     inputs: tuple[Input, ...]
     state: tuple[Input, ...]
+    num_tokens: Count
     token_ids: Place
     status: Place
     logprob_ids: Place
@@ -370,15 +373,16 @@ def places_of(op: KernelOp | GemmOp) -> list[Place]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def most_bytes(size: str, limits: Limits) -> int:
     """Return the most that a size can be within the limits.
 
-    A size in one name is tried at all its values: what splits need does not grow with the batch. Of several names, the
-    size must grow with each.
+    A size in one name that need not grow with it is tried at all its values: what splits of attention need does not
+    grow with the batch. Of several names, the size must grow with each.
     """
     expression = parse(size)
     most = limits.sizes()
-    if len(expression.names) == 1:
+    if len(expression.names) == 1 and any(sign in size for sign in ("-", "/", "%", "cdiv")):
         (name,) = expression.names
         return max(expression.evaluate({name: value}) for value in range(1, most[name] + 1))
     return expression.evaluate(most)

@@ -9,7 +9,7 @@ from llmbuild.builder.targets.cuda.lowering import Planned, plan_program
 from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
 
 # One multiprocessor: keys are split a few times, not for a whole card, and the interpreter has less to run.
-HARDWARE = Hardware(90, processors=1, small_gemms=False)
+HARDWARE = Hardware(90, processors=1, small_gemms=False, sampling=False)
 
 
 def tiny_plan(program: Program, *, tokens: int = 32, block_size: int = 8) -> Planned:

@@ -4,20 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbuild.builder.targets.cuda.planner import Need, lay_out
-from llmbuild.engine.launch_plan import KernelOp, Limits, Place
+from llmbuild.engine.launch_plan import Limits, Place
 
 LIMITS = Limits(max_num_tokens=8, max_batch_size=4, table_stride=4, block_size=16)
 
 
 def plan(lives: list[tuple[int, int, int]], count: int):
-    """Buffers of (first op, last op, bytes a token); the last one is the result."""
+    """Buffers of (first op, last op, bytes a token)."""
     touched: list[list[Place]] = [[] for _ in range(count)]
     for number, (first, last, _) in enumerate(lives):
         for op in (first, last):
             touched[op].append(Place(kind="buffer", name=f"b{number}"))
     needs = [Need(f"b{number}", "uint8", f"T * {width}") for number, (*_, width) in enumerate(lives)]
-    ops = [KernelOp(kernel="k", arguments=tuple(places)) for places in touched]
-    return lay_out(needs, ops, touched, LIMITS, last=f"b{len(lives) - 1}")
+    return lay_out(needs, touched, LIMITS)
 
 
 def test_what_lives_at_different_times_shares_memory() -> None:
@@ -25,11 +24,6 @@ def test_what_lives_at_different_times_shares_memory() -> None:
     offsets = {buffer.name: buffer.offset for buffer in layout.buffers}
     assert offsets["b0"] == offsets["b2"] != offsets["b1"]
     assert layout.arena_bytes == layout.needed == 4096
-
-
-def test_the_result_outlives_all_ops() -> None:
-    layout = plan([(0, 1, 32), (1, 1, 32)], 2)
-    assert {buffer.name: buffer.last for buffer in layout.buffers} == {"b0": 1, "b1": 2}
 
 
 @given(

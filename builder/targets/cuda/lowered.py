@@ -30,13 +30,14 @@ class Hardware:
     """What kernels are made for. sm: 90 for 9.0. processors: multiprocessors of the card, None for the usual one.
 
     pdl: launch kernels before those before them have ended (SM 90 and up). small_gemms: compute products of few rows
-    with kernels of the engine, not with the GEMM library.
+    with kernels of the engine, not with the GEMM library. sampling: sample on the device.
     """
 
     sm: int
     processors: int | None = None
     pdl: bool = False
     small_gemms: bool = True
+    sampling: bool = True
 
 
 @dataclass

@@ -16,15 +16,28 @@ from torch import fx
 from llmbuild.builder.ir import Program, WeightExpr, raise_unsupported
 from llmbuild.builder.targets.base import Limits as EngineLimits
 from llmbuild.builder.targets.cuda.attention_ops import attention_ops
-from llmbuild.builder.targets.cuda.buffers import whole
+from llmbuild.builder.targets.cuda.buffers import Buffer, whole
 from llmbuild.builder.targets.cuda.experts_ops import experts_ops
 from llmbuild.builder.targets.cuda.gemm_ops import gemm_op
 from llmbuild.builder.targets.cuda.kernel_source import specs
 from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dtype_name, label
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
 from llmbuild.builder.targets.cuda.planner import lay_out
+from llmbuild.builder.targets.cuda.sampling_ops import sampling_ops
 from llmbuild.builder.targets.cuda.views import NoRule
-from llmbuild.engine.launch_plan import PLAN_VERSION, Input, KernelOp, LaunchPlan, Limits, Weight, places_of
+from llmbuild.engine.launch_plan import (
+    PLAN_VERSION,
+    Input,
+    KernelOp,
+    LaunchPlan,
+    Limits,
+    Place,
+    Sampling,
+    Weight,
+    places_of,
+)
+from llmbuild.plugins.kernels.sampling_order import MOST_TOKENS
+from llmbuild.plugins.kernels.sampling_plan import sampling_plan
 from llmbuild.plugins.kernels.spec import KernelSpec
 
 BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
@@ -95,8 +108,10 @@ def finish(lowered: Lowered) -> Planned:
     logits = lowered.place(output.buffer, output.offset)
     if buffer.row_axis != 0 or output != whole(buffer):
         raise ValueError(f"the logits are {output}, not the rows of a buffer")
+    sampling = device_sampling(lowered, logits, buffer)
     touched = [places_of(op) for op in lowered.ops]
-    layout = lay_out(list(lowered.needs.values()), lowered.ops, touched, lowered.limits, last=output.buffer)
+    after = [] if sampling is None else [place for op in sampling.ops() for place in places_of(op)]
+    layout = lay_out(list(lowered.needs.values()), [*touched, [logits, *after]], lowered.limits)
     weights = tuple(
         Weight(name=name, dtype=dtype_name(expression.dtype), shape=tuple(expression.shape))
         for name, expression in sorted(lowered.weights.items())
@@ -116,11 +131,27 @@ def finish(lowered: Lowered) -> Planned:
         logits=logits,
         logits_dtype=dtype_name(buffer.dtype),
         logits_columns=buffer.width,
+        sampling=sampling,
     )
     problem = plan.problem()
     if problem is not None:
         raise AssertionError(f"the plan is wrong: {problem}")
     return Planned(plan, lowered.specs, lowered.weights, lowered.parts.source, layout.needed)
+
+
+def device_sampling(lowered: Lowered, logits: Place, buffer: Buffer) -> Sampling | None:
+    """Return the kernels that sample; None where the host must, because the vocabulary is too large for them."""
+    num_tokens = min(lowered.program.info.vocab_size, buffer.width)
+    if not lowered.hardware.sampling or num_tokens > MOST_TOKENS:
+        return None
+    hardware, rows = lowered.hardware, lowered.limits.max_batch_size
+    plan = sampling_plan(buffer.width, num_tokens, dtype_name(buffer.dtype), rows, hardware.sm, pdl=hardware.pdl)
+    for spec in plan.specs:
+        lowered.specs[spec.name] = spec
+    section, buffers = sampling_ops(plan, logits)
+    for name, dtype, needed in buffers:
+        lowered.workspace(name, dtype, needed)
+    return section
 
 
 def pool_order(name: str) -> tuple[int, str]:

@@ -8,10 +8,10 @@ c                  ████████
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmbuild.engine.launch_plan import ALIGNMENT, Buffer, GemmOp, KernelOp, Limits, Place, most_bytes
+from llmbuild.engine.launch_plan import ALIGNMENT, Buffer, Limits, Place, most_bytes
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,13 @@ class Layout:
     needed: int
 
 
-def lay_out(
-    needs: Iterable[Need], ops: Sequence[KernelOp | GemmOp], places: Sequence[list[Place]], limits: Limits, *, last: str
-) -> Layout:
+def lay_out(needs: Sequence[Need], places: Sequence[Sequence[Place]], limits: Limits) -> Layout:
     """Give each buffer the lowest place that is free while it lives; large ones choose first.
 
     Args:
-        places: What each op touches.
-        last: The buffer that is read after the last op.
+        places: What each op touches, and after the ops, what reads their result.
     """
     lives = lifetimes(places)
-    lives[last] = (lives[last][0], len(ops))
     bytes_of = {need.name: aligned(most_bytes(need.size, limits)) for need in needs}
     placed: list[tuple[int, str]] = []
     offsets: dict[str, int] = {}
@@ -68,10 +64,10 @@ def lay_out(
         for need in sorted(needs, key=lambda each: (lives[each.name], each.name))
     )
     arena = max((offsets[name] + size for name, size in bytes_of.items()), default=0)
-    return Layout(buffers, arena, most_at_once(lives, bytes_of, len(ops)))
+    return Layout(buffers, arena, most_at_once(lives, bytes_of, len(places)))
 
 
-def lifetimes(places: Sequence[list[Place]]) -> dict[str, tuple[int, int]]:
+def lifetimes(places: Sequence[Sequence[Place]]) -> dict[str, tuple[int, int]]:
     """Return the first and the last op that touches each buffer."""
     found: dict[str, tuple[int, int]] = {}
     for number, touched in enumerate(places):

@@ -42,6 +42,7 @@ def sampling_ops(plan: SamplingPlan, logits: Place) -> tuple[Sampling, tuple[tup
         feed=ops(plan.feed),
         inputs=_inputs(plan.inputs),
         state=_inputs(plan.state),
+        num_tokens=plan.num_tokens,
         token_ids=result("token_ids"),
         status=result("status"),
         logprob_ids=result("logprob_ids"),
