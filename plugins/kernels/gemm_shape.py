@@ -10,7 +10,7 @@ from llmbuild.plugins.kernels.spec import POINTER_TYPES, Constant, KernelSpec
 
 FLOATS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of each
 FLOAT8 = "float8_e4m3fn"
-VECTOR_BYTES = 16  # of one load of a thread; rows of x start at multiples of it
+VECTOR_BYTES = 16  # of one load of a thread
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class GemmShape:
     def x_bytes(self) -> int:
         return 1 if self.x_dtype else FLOATS[self.dtype]
 
+    @property
+    def out_align(self) -> int:
+        """Elements: rows of out start at multiples of it. The largest power of 2 in n, up to 16 bytes."""
+        return min(VECTOR_BYTES // FLOATS[self.dtype], self.n & -self.n)
+
     def types(self, sm: int) -> dict[str, str]:
         """Triton types of the arguments; absent ones are left out. SMs before 89 take float8 as its bits."""
         plain = POINTER_TYPES[self.dtype]
@@ -75,7 +80,8 @@ class SmallKernel:
 
         x, w, x_scale, w_scale, w_offset, bias, out    tensors; row m of x starts at element m * x_stride, out alike
         partial                     float32 workspace
-        rows, x_stride, out_stride  int32: M, and elements from row to row; x_stride is a multiple of 16 bytes
+        rows, x_stride, out_stride  int32: M, and elements from row to row; x_stride is a multiple of 16 bytes, and
+                                    out_stride of `GemmShape.out_align`, as n is
 
     Of x and out only rows 0 .. M - 1 are touched. A kernel without the argument `rows` is for one row exactly.
 

@@ -6,13 +6,23 @@ a workspace, and a second kernel adds them in a fixed order: the same bits each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
-from llmbuild.plugins.kernels.gemm_shape import FLOATS, GemmShape, SmallKernel, splits_for, stages_for, step_of
-from llmbuild.plugins.kernels.spec import KernelSpec, arguments_of
+from llmbuild.plugins.kernels.gemm_shape import (
+    FLOATS,
+    VECTOR_BYTES,
+    GemmShape,
+    SmallKernel,
+    power_of_2,
+    splits_for,
+    stages_for,
+    step_of,
+)
+from llmbuild.plugins.kernels.spec import Constant, KernelSpec, arguments_of
 from llmbuild.plugins.kernels.weight_tile import LINE, fits, prefetch_rows
 
 SUM_COLUMNS = 512  # of a program that adds partial sums
@@ -33,6 +43,7 @@ def tile_gemm(
     N: tl.constexpr,
     K: tl.constexpr,
     X_ALIGN: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -41,7 +52,8 @@ def tile_gemm(
     LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (cdiv(N, BLOCK_N), SPLITS). rows <= BLOCK_M. x [rows, K] with x_stride, a multiple of X_ALIGN, w [N, K].
+    """Grid: (cdiv(N, BLOCK_N), SPLITS). rows <= BLOCK_M. x [rows, K] with x_stride, a multiple of X_ALIGN, w [N, K],
+    out [rows, N] with out_stride, a multiple of OUT_ALIGN.
 
     SPLITS > 1: writes float32 partial [SPLITS, BLOCK_M, N] and no out; scales and bias are for `sum_partial` then.
     SWAP: the weights are the left operand, whose rows are those of the tensor core's tile.
@@ -99,7 +111,11 @@ def tile_gemm(
             acc *= tl.load(x_scale + m, mask=m < rows)[:, None]
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
-        tl.store(out + m[:, None] * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + m[:, None] * (out_stride // OUT_ALIGN * OUT_ALIGN) + n[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=mask,
+        )
     else:
         tl.store(partial + (split * BLOCK_M + m[:, None]) * N + n[None, :], acc, mask=mask)
 
@@ -114,6 +130,7 @@ def sum_partial(
     rows,
     out_stride,
     N: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -135,7 +152,7 @@ def sum_partial(
             total *= tl.load(x_scale + m)
         if bias is not None:
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out + m * out_stride + n, total.to(out.dtype.element_ty), mask=n < N)
+        tl.store(out + m * (out_stride // OUT_ALIGN * OUT_ALIGN) + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
 @dataclass(frozen=True)
@@ -167,21 +184,19 @@ def tile_kernel(
     """Return the kernels for at most `most_rows` (a power of 2 from 16) rows. pdl: as in `row_kernel`."""
     tiling = tiling or tile_tiling(shape, sm, most_rows)
     types = shape.types(sm)
-    options = {"launch_pdl": True} if pdl else {}
     alone = tiling.splits == 1
-    of_sum = {"x_scale", "w_scale", "bias", "out", "out_stride"}  # what the last kernel takes
-    absent = {"partial"} if alone else of_sum
+    absent = {"partial"} if alone else {"x_scale", "w_scale", "bias", "out", "out_stride"}  # those the sum takes
     constants = shape.constants() | {
-        "X_ALIGN": 16 // shape.x_bytes,
+        "X_ALIGN": VECTOR_BYTES // shape.x_bytes,
+        "OUT_ALIGN": shape.out_align,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "SPLITS": tiling.splits,
         "SWAP": tiling.swap,
-        "LINES": max(1, tiling.block_k * tiling.num_stages * shape.w_bytes // LINE.value),
+        "LINES": power_of_2(max(1, tiling.block_k * tiling.num_stages * shape.w_bytes // LINE.value)),
         "PDL": pdl,
     }
-    constants["LINES"] = 1 << (int(constants["LINES"] or 1).bit_length() - 1)
     tiles = KernelSpec(
         name,
         tile_gemm,
@@ -189,25 +204,34 @@ def tile_kernel(
         grid=(str(-(-shape.n // tiling.block_n)), str(tiling.splits), "1"),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        options=options,
+        options={"launch_pdl": True} if pdl else {},
     )
     if alone:
         return SmallKernel(most_rows, (tiles,))
-    sum_constants = {
+    sums, workspaces = sum_kernel(shape, types, name=name, block_m=tiling.block_m, splits=tiling.splits, pdl=pdl)
+    return SmallKernel(most_rows, (tiles, sums), workspaces)
+
+
+def sum_kernel(
+    shape: GemmShape, types: Mapping[str, str], *, name: str, block_m: int, splits: int, pdl: bool
+) -> tuple[KernelSpec, dict[str, tuple[str, int]]]:
+    """Return the kernel that adds the sums of `splits` programs, `name`_sum, and the workspaces in which they lie."""
+    of_sum = {key: kind for key, kind in types.items() if key in sum_partial.arg_names}
+    constants: dict[str, Constant] = {
         "N": shape.n,
-        "BLOCK_M": tiling.block_m,
+        "OUT_ALIGN": shape.out_align,
+        "BLOCK_M": block_m,
         "BLOCK_N": SUM_COLUMNS,
-        "SPLITS": tiling.splits,
+        "SPLITS": splits,
         "PDL": pdl,
     }
     sums = KernelSpec(
         f"{name}_sum",
         sum_partial,
-        **arguments_of(sum_partial, {key: types[key] for key in types.keys() - {"x", "w", "x_stride"}}, sum_constants),
-        grid=(str(-(-shape.n // SUM_COLUMNS)), str(tiling.block_m), "1"),
+        **arguments_of(sum_partial, of_sum, constants),
+        grid=(str(-(-shape.n // SUM_COLUMNS)), str(block_m), "1"),
         num_warps=4,
         num_stages=1,
-        options=options,
+        options={"launch_pdl": True} if pdl else {},
     )
-    size = tiling.splits * tiling.block_m * shape.n * FLOATS["float32"]
-    return SmallKernel(most_rows, (tiles, sums), {"partial": ("float32", size)})
+    return sums, {"partial": ("float32", splits * block_m * shape.n * FLOATS["float32"])}

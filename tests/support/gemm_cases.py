@@ -32,7 +32,7 @@ def compute(kernel: SmallKernel, x: Tensor, out_columns: int, dtype: torch.dtype
     wide = torch.empty(rows * x_stride - x_stride + k, dtype=x.dtype)  # ends with the last number of the last row
     for row in range(rows):
         wide[row * x_stride :][:k] = x[row]
-    out_stride = out_columns + 3
+    out_stride = out_columns + 8 if out_columns % 2 == 0 else out_columns + 3
     out = torch.full((rows + 1, out_stride), 7.0, dtype=dtype)
     given: dict[str, Any] = {"x": wide, "out": out, "rows": rows, "x_stride": x_stride, "out_stride": out_stride}
     for name, (_, size) in kernel.workspaces.items():
