@@ -11,6 +11,7 @@ import typer
 
 from llmbuild.cli.console import print_json, print_passes, print_table
 from llmbuild.cli.errors import reporting
+from llmbuild.errors import ConfigError
 from llmbuild.units import human_size
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine directory.")],
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show what an engine of the cuda target runs in a step instead.")
+    ] = False,
+    sm: Annotated[
+        int | None, typer.Option(help="Which GPU's plan, such as 90. Left out: the first of the engine.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print manifest, report and findings as one JSON object.")
     ] = False,
@@ -30,6 +37,13 @@ def inspect(
         from llmbuild.engine.requirements import unmet_requirements
 
         opened = open_engine(engine, requirements=False)
+        if plan:
+            from llmbuild.cli.plan import print_plan
+
+            print_plan(opened, sm, as_json=as_json)
+            return
+        if sm is not None:
+            raise ConfigError("--sm chooses a plan to show", where="--sm", hint="add --plan, or leave --sm out")
         report = json.loads(opened.file(REPORT_NAME).read_text(encoding="utf-8"))
         unmet = [
             f"{package}{text} ({found or 'not'} installed)"
