@@ -15,7 +15,7 @@ from llmbuild.errors import LLMBuildError
 from llmbuild.runtime.philox import uniform
 from llmbuild.runtime.sampling_batch import RowExtras, SamplingBatch
 
-__all__ = ["SampledTokens", "SamplingBatch", "TokenLogprobs", "sample"]
+__all__ = ["SampledTokens", "SamplingBatch", "TokenLogprobs", "not_finite", "sample"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -53,7 +53,7 @@ def sample(logits: np.ndarray, batch: SamplingBatch) -> SampledTokens:
         # argmax stops at the first NaN, so looking at what it picked is enough.
         picked = logits[np.arange(rows), token_ids]
         if not np.isfinite(picked).all():
-            raise _not_finite(int(np.flatnonzero(~np.isfinite(picked))[0]))
+            raise not_finite(int(np.flatnonzero(~np.isfinite(picked))[0]))
         return SampledTokens(token_ids.astype(np.int32), None)
 
     token_ids = np.empty(rows, np.int32)
@@ -95,7 +95,7 @@ def _pick(values: np.ndarray, batch: SamplingBatch, row: int) -> int:
     likeliest = int(values.argmax())
     highest = values[likeliest]
     if not np.isfinite(highest):
-        raise _not_finite(row)
+        raise not_finite(row)
     temperature = batch.temperature[row]
     if temperature == 0:
         return likeliest
@@ -204,7 +204,8 @@ def _logprobs(logits: np.ndarray, token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(ids, (shifted[ids] - normaliser).astype(np.float32), rank)
 
 
-def _not_finite(row: int) -> LLMBuildError:
+def not_finite(row: int) -> LLMBuildError:
+    """Return the error for a row of logits that no token can be sampled from."""
     return LLMBuildError(
         "the model's logits are not finite: no token can be sampled",
         where=f"logits row {row}",

@@ -65,6 +65,7 @@ class SamplingPlan:
 
     workspaces: written and read within a step. inputs: written by the host before a step. state: stays on the device
     from step to step, all zeros at first; token_ids, status and the results of logprobs are read by the host.
+    num_tokens: columns that can be sampled.
     """
 
     greedy: tuple[SamplingLaunch, ...]
@@ -77,6 +78,7 @@ class SamplingPlan:
     workspaces: tuple[Array, ...]
     inputs: tuple[Array, ...]
     state: tuple[Array, ...]
+    num_tokens: int
     prefix: str
 
     @property
@@ -127,6 +129,7 @@ class _Planner:
         self._chunks = cdiv(num_tokens, chunk)
         self._blocks = self._chunks * chunk // BLOCK
         self._prefix, self._logits_dtype, self._columns = prefix, logits_dtype, columns
+        self._num_tokens = num_tokens
         self._constants: dict[str, Constant] = {
             "COLUMNS": columns,
             "TOKENS": num_tokens,
@@ -178,6 +181,7 @@ class _Planner:
             workspaces=self._named("workspaces"),
             inputs=self._named("inputs"),
             state=self._named("state"),
+            num_tokens=self._num_tokens,
             prefix=self._prefix,
         )
 

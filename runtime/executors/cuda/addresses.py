@@ -16,13 +16,20 @@ class Addresses:
     inputs: Mapping[str, int]
     weights: Mapping[str, int]
     pools: Mapping[str, int]
+    state: Mapping[str, int]
 
     @staticmethod
     def of(
-        plan: LaunchPlan, *, arena: int, inputs: Mapping[str, int], weights: Mapping[str, int], pools: Mapping[str, int]
+        plan: LaunchPlan,
+        *,
+        arena: int,
+        inputs: Mapping[str, int],
+        weights: Mapping[str, int],
+        pools: Mapping[str, int],
+        state: Mapping[str, int] | None = None,
     ) -> Addresses:
         """arena: address of the arena; the buffers' follow from it."""
-        return Addresses({b.name: arena + b.offset for b in plan.buffers}, inputs, weights, pools)
+        return Addresses({b.name: arena + b.offset for b in plan.buffers}, inputs, weights, pools, state or {})
 
     def __call__(self, place: Place) -> int:
         """Return the address of a place."""
@@ -35,4 +42,6 @@ class Addresses:
                 start = self.weights[place.name]
             case "pool":
                 start = self.pools[place.name]
+            case "state":
+                start = self.state[place.name]
         return start + place.offset

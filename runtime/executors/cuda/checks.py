@@ -43,6 +43,7 @@ def load_kernels(plan: LaunchPlan, pack: KernelPack, device: Device) -> dict[str
             load one.
     """
     launches = [launch for op in plan.ops for launch in launches_of(op)]
+    launches += plan.sampling.ops() if plan.sampling is not None else ()
     cubins = {name: pack.kernel(name, device.sm) for name in sorted({launch.kernel for launch in launches})}
     for launch in launches:
         check_arguments(launch.kernel, cubins[launch.kernel].launch, launch.arguments)

@@ -20,17 +20,22 @@ from llmbuild.runtime.executors.cuda import memory, weights
 from llmbuild.runtime.executors.cuda.addresses import Addresses
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
 from llmbuild.runtime.executors.cuda.checks import check_driver, load_kernels, needs_library
+from llmbuild.runtime.executors.cuda.device_sampler import DeviceSampler
 from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, CudaError, Device
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, memory_paths
 from llmbuild.runtime.executors.cuda.gemms import Gemms, NoGemms, open_library
 from llmbuild.runtime.executors.cuda.graphs import DecodeGraphs
 from llmbuild.runtime.executors.cuda.inputs import InputArea, input_layout
 from llmbuild.runtime.executors.cuda.logits import LogitsReader
-from llmbuild.runtime.executors.cuda.step_program import GemmLibrary, StepProgram, StepSizes
+from llmbuild.runtime.executors.cuda.sampling_area import SamplingArea, sampling_bytes
+from llmbuild.runtime.executors.cuda.step_program import GemmLibrary, KernelStep, Kind, StepProgram, StepSizes
 
 if TYPE_CHECKING:
     from llmbuild.engine.reader import Engine
     from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
+
+NOTHING = ""
+TAILS = (NOTHING, "greedy", "full")  # ways of sampling that run in graphs, behind the plan's ops
 
 
 class CudaExecutor:
@@ -87,8 +92,9 @@ class CudaExecutor:
                 weights=placed.num_bytes,
                 arena=plan.arena_bytes,
                 inputs=input_layout(plan)[1],
+                sampling=sampling_bytes(plan),
                 workspace=memory.GEMM_WORKSPACE if with_library else 0,
-                graphs=memory.GRAPH_BYTES * len(self._buckets) if graphs else 0,
+                graphs=memory.GRAPH_BYTES * len(self._buckets) * len(TAILS) if graphs else 0,
             )
             self.num_blocks = memory.choose_blocks(
                 plan,
@@ -108,6 +114,10 @@ class CudaExecutor:
                 pools = {pool.name: _allocate(stack, gpu, slots * pool.token_bytes) for pool in plan.pools}
                 self._inputs = InputArea(plan, gpu, dummy_block=self.num_blocks)
                 stack.callback(self._inputs.close)
+                area = None
+                if plan.sampling is not None:
+                    area = SamplingArea(plan, plan.sampling, gpu, self._stream)
+                    stack.callback(area.close)
                 library: GemmLibrary = NoGemms()
                 if lt is not None:
                     workspace = _allocate(stack, gpu, needs.workspace)
@@ -121,15 +131,27 @@ class CudaExecutor:
             address = Addresses.of(
                 plan,
                 arena=arena,
-                inputs=self._inputs.addresses,
+                inputs=self._inputs.addresses | (area.addresses if area is not None else {}),
                 weights={name: weights_at + offset for name, offset in placed.offsets.items()},
                 pools=pools,
+                state=area.state_addresses if area is not None else {},
             )
             self._program = StepProgram(plan, gpu, kernels, address, library)
             stack.callback(self._program.close)
             self._library = library
-            self._graphs = DecodeGraphs(gpu, self._program, longest=self._max_seq_len) if graphs else None
-            if self._graphs is not None:
+            self._sampler: DeviceSampler | None = None
+            self._tails: dict[str, list[KernelStep]] = {NOTHING: []}
+            if plan.sampling is not None and area is not None:
+                self._sampler = DeviceSampler(
+                    *(plan.sampling, gpu, area, self._program.kernel_step),
+                    max_rows=plan.limits.max_batch_size,
+                    vocab_size=manifest.model.vocab_size,
+                )
+                stack.callback(self._sampler.close)
+                self._tails |= {name: self._sampler.steps[name] for name in TAILS if name != NOTHING}
+            self._graphs = None
+            if graphs:
+                self._graphs = DecodeGraphs(gpu, self._program, self._tails, longest=self._max_seq_len)
                 stack.callback(self._graphs.close)
             self._logits = LogitsReader(plan, gpu, address(plan.logits), manifest.model.vocab_size)
             stack.callback(self._logits.close)
@@ -149,7 +171,18 @@ class CudaExecutor:
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
         from llmbuild.runtime.sampler import sample
 
-        return sample(self._run(step), sampling)
+        choice = self._sampler.choose(sampling) if self._sampler is not None else None
+        if self._sampler is None or choice is None:
+            return sample(self._run(step), sampling)
+        self._device.make_current()
+        tail = choice.draw if choice.draw in TAILS else NOTHING
+        rows = len(step.logits_indices)
+        self._sampler.write(sampling, choice, max(rows, self._padded(step)), self._stream)
+        self._launch(step, tail)
+        sizes = StepSizes(tokens=len(step.input_ids), sequences=len(step.seq_lens), rows=rows, longest=0)
+        self._sampler.finish(choice, sizes, self._stream, drawn=tail != NOTHING)
+        self._device.synchronize(self._stream)
+        return self._sampler.result(sampling, choice)
 
     def forward(self, step: StepInput) -> npt.NDArray[np.float32]:
         return self._run(step).copy()
@@ -160,9 +193,10 @@ class CudaExecutor:
         if self._graphs is None:
             return
         for bucket in self._buckets:
-            self._inputs.write(_idle_step(self.num_blocks, self.block_size), bucket)
-            self._inputs.send(self._stream)
-            self._graphs.run(bucket, self._stream)
+            for tail in self._tails:
+                self._inputs.write(_idle_step(self.num_blocks, self.block_size), bucket)
+                self._inputs.send(self._stream)
+                self._graphs.run(bucket, tail, self._stream)
         self._device.synchronize(self._stream)
         self._library.save()
 
@@ -178,22 +212,28 @@ class CudaExecutor:
     def _run(self, step: StepInput) -> npt.NDArray[np.float32]:
         """Return float32 logits [L, V] that the next call may overwrite."""
         self._device.make_current()
-        self._launch(step)
+        self._launch(step, NOTHING)
         rows = len(step.logits_indices)
         self._logits.fetch(rows, self._stream)
         self._device.synchronize(self._stream)
         return self._logits.array(rows)
 
-    def _launch(self, step: StepInput) -> None:
-        """Put the step's copy and its ops into the stream."""
-        tokens, sequences = len(step.input_ids), len(step.seq_lens)
-        decode = tokens == sequences  # no sequence is without a token
-        if decode and self._graphs is not None:
-            bucket = bucket_of(sequences, self._buckets)
+    def _padded(self, step: StepInput) -> int:
+        """Return the batch size of the graph that the step runs in; 0 if it runs op by op."""
+        sequences = len(step.seq_lens)
+        if self._graphs is None or len(step.input_ids) != sequences:
+            return 0
+        return bucket_of(sequences, self._buckets)
+
+    def _launch(self, step: StepInput, tail: str) -> None:
+        """Put the step's copy, its ops and what runs behind them into the stream."""
+        if self._graphs is not None and (bucket := self._padded(step)):
             self._inputs.write(step, bucket)
             self._inputs.send(self._stream)
-            self._graphs.run(bucket, self._stream)
+            self._graphs.run(bucket, tail, self._stream)
             return
+        tokens, sequences = len(step.input_ids), len(step.seq_lens)
+        kind: Kind = "decode" if tokens == sequences else "mixed"  # no sequence is without a token
         self._inputs.write(step)
         self._inputs.send(self._stream)
         sizes = StepSizes(
@@ -202,8 +242,10 @@ class CudaExecutor:
             rows=len(step.logits_indices),
             longest=int(step.seq_lens.max()),
         )
-        self._program.prepare("decode" if decode else "mixed", sizes, self._stream)
-        self._program.run("decode" if decode else "mixed", sizes, self._stream)
+        self._program.prepare(kind, sizes, self._stream)
+        self._program.run(kind, sizes, self._stream)
+        for each in self._tails[tail]:
+            each.run(sizes, self._stream)
 
 
 def _allocate(stack: ExitStack, device: Device, num_bytes: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmbuild.runtime.executors.cuda.driver import Device
-from llmbuild.runtime.executors.cuda.step_program import StepProgram, StepSizes
+from llmbuild.runtime.executors.cuda.step_program import KernelStep, StepProgram, StepSizes
 
 
 class DecodeGraphs:
@@ -15,40 +16,49 @@ class DecodeGraphs:
     behind it: nothing of that may happen during a capture.
 
     Args:
+        tails: What may run behind the plan's ops, by name: each has graphs of its own.
         longest: The longest sequence that a step may hold; graphs are captured for it.
     """
 
-    def __init__(self, device: Device, program: StepProgram, *, longest: int) -> None:
+    def __init__(
+        self, device: Device, program: StepProgram, tails: Mapping[str, Sequence[KernelStep]], *, longest: int
+    ) -> None:
         self._device = device
         self._program = program
+        self._tails = tails
         self._longest = longest
-        self._graphs: dict[int, Any] = {}
+        self._graphs: dict[tuple[int, str], Any] = {}
 
     @property
     def captured(self) -> tuple[int, ...]:
         """The buckets that have a graph."""
-        return tuple(sorted(self._graphs))
+        return tuple(sorted({batch for batch, _ in self._graphs}))
 
-    def run(self, batch: int, stream: Any) -> None:
+    def run(self, batch: int, tail: str, stream: Any) -> None:
         """Put one step into the stream; its inputs are on the GPU, or on their way in this stream."""
-        graph = self._graphs.get(batch)
+        graph = self._graphs.get((batch, tail))
         if graph is not None:
             self._device.launch_graph(graph, stream)
             return
         sizes = StepSizes(tokens=batch, sequences=batch, rows=batch, longest=self._longest)
         self._program.prepare("decode", sizes, stream)
-        self._program.run("decode", sizes, stream)
-        self._graphs[batch] = self._capture(sizes, stream)
+        self._put(sizes, tail, stream)
+        self._graphs[batch, tail] = self._capture(sizes, tail, stream)
 
     def close(self) -> None:
         for graph in self._graphs.values():
             self._device.free_graph(graph)
         self._graphs.clear()
 
-    def _capture(self, sizes: StepSizes, stream: Any) -> Any:
+    def _put(self, sizes: StepSizes, tail: str, stream: Any) -> None:
+        self._program.run("decode", sizes, stream)
+        for step in self._tails[tail]:
+            step.run(sizes, stream)
+
+    def _capture(self, sizes: StepSizes, tail: str, stream: Any) -> Any:
         self._device.begin_capture(stream)
         try:
-            self._program.run("decode", sizes, stream)
+            self._put(sizes, tail, stream)
         except BaseException:
             self._device.abandon_capture(stream)
             raise

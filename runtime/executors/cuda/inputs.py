@@ -62,16 +62,14 @@ class InputArea:
         self._turn = (self._turn + 1) % len(self._host)
         self._device.synchronize_event(self._sent[self._turn])
         arrays = self.arrays
-        tokens, sequences, rows = len(step.input_ids), len(step.seq_lens), len(step.logits_indices)
+        sequences, rows = len(step.seq_lens), len(step.logits_indices)
         width = step.block_tables.shape[1]
-        for name in ("input_ids", "position_ids", "slot_mapping"):
-            if name in arrays:
-                arrays[name][:tokens] = getattr(step, name)
-        arrays["seq_lens"][:sequences] = step.seq_lens
-        arrays["cu_q_lens"][: sequences + 1] = step.cu_q_lens
-        arrays["logits_indices"][:rows] = step.logits_indices
-        tables = arrays[TABLES].reshape(-1, self._stride)
-        tables[:sequences, :width] = step.block_tables
+        for name, array in arrays.items():  # a plan has those that its kernels read
+            given = getattr(step, name)
+            if name == TABLES:
+                array.reshape(-1, self._stride)[:sequences, :width] = given
+            else:
+                array[: len(given)] = given
         self._rows, self._width = sequences, width
         if batch is not None and (batch > sequences or batch > rows):
             self._pad(arrays, sequences, rows, batch)
@@ -97,14 +95,21 @@ class InputArea:
 
     def _pad(self, arrays: dict[str, npt.NDArray[Any]], sequences: int, rows: int, batch: int) -> None:
         """Write padding rows [sequences, batch) of a decode step, and logits rows [rows, batch)."""
-        padding = slice(sequences, batch)
-        for name, value in (("input_ids", 0), ("position_ids", 0), ("slot_mapping", self._dummy * self._block_size)):
-            if name in arrays:
-                arrays[name][padding] = value
-        arrays["seq_lens"][padding] = 1
-        arrays["cu_q_lens"][sequences + 1 : batch + 1] = self._counting[sequences + 1 : batch + 1]
-        arrays["logits_indices"][rows:batch] = self._counting[rows:batch]
-        arrays[TABLES].reshape(-1, self._stride)[padding, 0] = self._dummy
+        tail = slice(sequences, batch)
+        for name, array in arrays.items():
+            match name:
+                case "slot_mapping":
+                    array[tail] = self._dummy * self._block_size
+                case "seq_lens":
+                    array[tail] = 1
+                case "cu_q_lens":
+                    array[sequences + 1 : batch + 1] = self._counting[sequences + 1 : batch + 1]
+                case "logits_indices":
+                    array[rows:batch] = self._counting[rows:batch]
+                case "block_tables":
+                    array.reshape(-1, self._stride)[tail, 0] = self._dummy
+                case _:  # ids and positions
+                    array[tail] = 0
         self._rows = batch
 
 

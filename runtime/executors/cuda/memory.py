@@ -20,6 +20,7 @@ class Needs(NamedTuple):
     weights: int
     arena: int
     inputs: int
+    sampling: int
     workspace: int
     graphs: int
 
