@@ -13,7 +13,7 @@ import triton.language as tl
 def penalised(x, counts, repetition, frequency, presence):
     """x: float32 logits. counts: int32, see `sampling_counts.py`. The rest: the row's float32 parameters."""
     shrunk = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-    x = tl.where((counts != 0) & (repetition != 1.0), shrunk, x)
+    x = tl.where(counts != 0, shrunk, x)
     generated = counts >> 1
     return tl.where(generated > 0, x - (frequency * generated.to(tl.float32) + presence), x)
 

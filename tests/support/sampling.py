@@ -47,8 +47,8 @@ class Sampler:
                 name: self.arrays[array.removeprefix(self.plan.prefix + "_")] for name, array in each.arrays.items()
             }
             given |= {name: evaluate(text, self.sizes) for name, text in each.numbers.items()}
-            constants = dict(each.spec.constants)
-            run(each.spec.function, grid, **given, **constants, num_warps=each.spec.num_warps)
+            spec = each.spec
+            run(spec.function, grid, **given, **dict(spec.constants), **spec.options, num_warps=spec.num_warps)
 
     def load(self, logits: np.ndarray, batch: SamplingBatch) -> None:
         """Write logits [L, columns] and the batch, its extras too: penalties through `enter`."""
