@@ -13,22 +13,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from typing import Any, TypeAlias
 
 import torch
 import uninstalled  # noqa: F401
+from gpu_timing import COLD_BYTES, capability, compile_specs, in_processes, launch, time_us
 from records import emit, environment, table, write_results
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
-from triton.runtime.jit import MockTensor
 
-from llmbuild.engine.expressions import evaluate
 from llmbuild.plugins.attention_reference import attend_one
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import DecodeTiling, decode_plan, decode_tiling
@@ -40,7 +36,6 @@ HEADS, KV_HEADS, HEAD, PAGE = 32, 8, 128, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD, HEAD, scale=HEAD**-0.5, page=PAGE)
 DECODE = [(1, 1024), (1, 8192), (8, 2048), (64, 1024), (64, 8192), (256, 1024), (256, 2048)]
 PREFILL = [(1, 2048), (1, 8192), (8, 2048)]
-COLD_BYTES = 256 << 20  # several times the L2 cache of any card
 Tiling: TypeAlias = DecodeTiling | PrefillTiling
 
 
@@ -92,11 +87,6 @@ def specs_of(kind: str, batch: int, tiling: Tiling | None) -> tuple[list[KernelS
     return [plan.attend, plan.merge] if splits > 1 else [plan.attend], between | {"splits": splits}
 
 
-def capability() -> int:
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
-
-
 def our_call(kind: str, batch: Batch, tiling: Tiling | None) -> tuple[Callable[[int], None], Tensor]:
     """A function that attends over copy number i, and the tensor that it writes."""
     specs, arguments = specs_of(kind, batch.batch, tiling)
@@ -116,9 +106,7 @@ def our_call(kind: str, batch: Batch, tiling: Tiling | None) -> tuple[Callable[[
         keys, values = batch.pools[copy]
         given = arguments | {"keys": keys, "values": values}
         for spec in specs:
-            grid = tuple(evaluate(text, batch.sizes) for text in spec.grid)
-            named = {name: given[name] for name in spec.signature} | dict(spec.constants)
-            spec.function[grid](**named, num_warps=spec.num_warps, num_stages=spec.num_stages, **spec.options)
+            launch(spec, given, batch.sizes)
 
     return call, out
 
@@ -135,32 +123,6 @@ def sdpa_call(batch: Batch, backend: SDPBackend) -> Callable[[int], None]:
             )
 
     return call
-
-
-def time_us(call: Callable[[int], None], copies: int) -> float:
-    """Microseconds of one call inside of a graph, the median of replays."""
-    for copy in range(min(copies, 2)):
-        call(copy)
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call(0)
-    end.record()
-    torch.cuda.synchronize()
-    launches = max(copies, min(64, int(4.0 / max(begin.elapsed_time(end), 0.01)) + 1))  # some 4 ms a graph
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            call(index % copies)
-    graph.replay()
-    times = []
-    for _ in range(7):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
 
 
 def check(batch: Batch, out: Tensor) -> float:
@@ -197,17 +159,7 @@ def prefill_tilings() -> list[Tiling]:
 
 
 def compile_tiling(kind: str, tiling: Tiling) -> None:
-    """Leave the kernels of a tiling in Triton's cache; the run that times them finds them there."""
-    dtypes = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i32": torch.int32}
-    for spec in specs_of(kind, 1, tiling)[0]:
-        arguments = {name: MockTensor(dtypes[kind]) if kind in dtypes else 16 for name, kind in spec.signature.items()}
-        options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
-        spec.function.warmup(**arguments, **dict(spec.constants), **options, grid=(1,))
-
-
-def compile_all(kind: str, tilings: Iterable[Tiling], workers: int) -> None:
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_tiling, itertools.repeat(kind), tilings))
+    compile_specs(specs_of(kind, 1, tiling)[0])
 
 
 def measure(kind: str, batch: int, length: int, tilings: list[Tiling], warm: bool) -> list[dict[str, Any]]:
@@ -292,7 +244,7 @@ def main() -> None:
         if options.kind not in (None, kind):
             continue
         if tilings:
-            compile_all(kind, tilings, options.workers)
+            in_processes(compile_tiling, [(kind, tiling) for tiling in tilings], options.workers)
         for batch, length in shapes:
             records += measure(kind, batch, length, tilings, options.warm)
             torch.cuda.empty_cache()
