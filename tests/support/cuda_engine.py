@@ -6,7 +6,6 @@ fake GPU's memory, so that the tokens are right only if packing, inputs, pools, 
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,12 @@ MAX_SEQ = 48
 STRIDE = 12
 BATCH = 6
 TOKENS = 24
-SECTION = {"plan": "plan/plan.json", "kernels": "plan/kernels.bin", "weights": "weights/cuda.safetensors", "sms": [90]}
+SECTION = {
+    "sms": [90],
+    "plans": {"90": "plan/sm90/plan.json"},
+    "kernels": {"90": "plan/sm90/kernels.bin"},
+    "weights": "weights/cuda.safetensors",
+}
 INPUTS = {
     "input_ids": "T",
     "position_ids": "T",
@@ -170,11 +174,10 @@ def write_cuda_engine(
     *,
     launch_plan: LaunchPlan | None = None,
     kernels: dict[str, Launch] | None = None,
-    sm: int = 90,
     weights: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a whole engine directory and return its path."""
-    made = {name: launch(name, *kinds, sm=sm) for name, (kinds, _) in KERNELS.items()} if kernels is None else kernels
+    made = {name: launch(name, *kinds) for name, (kinds, _) in KERNELS.items()} if kernels is None else kernels
     work = out.with_name(f"{out.name}.work")
     write_weights(work / "weights", weights or weight_values())
     grids = {name: grid for name, (_, grid) in KERNELS.items()}
@@ -184,8 +187,8 @@ def write_cuda_engine(
     ]
     write_pack(work / "kernels", compiled, compiler="none")
     payload = {
-        "plan/plan.json": (launch_plan or plan()).to_json(),
-        "plan/kernels.bin": (work / "kernels").read_bytes(),
+        "plan/sm90/plan.json": (launch_plan or plan()).to_json(),
+        "plan/sm90/kernels.bin": (work / "kernels").read_bytes(),
         "weights/cuda.safetensors": (work / "weights").read_bytes(),
         "report.json": PAYLOAD["report.json"],
     }
@@ -234,9 +237,3 @@ def hash_kernel(device: FakeDevice, grid: Grid, given: bytes) -> None:
 
 def ints(device: FakeDevice, address: int, count: int) -> np.ndarray:
     return device.view(address, 4 * count).view(np.int32)
-
-
-def header_of(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file."""
-    raw = path.read_bytes()
-    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])

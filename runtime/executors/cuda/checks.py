@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmbuild.engine.kernel_pack import KernelPack
@@ -15,11 +16,21 @@ OLDEST_CUDA = 12000  # that runs what the kernels' compiler writes; 1000 * major
 OLDEST_CUDA_SM100 = 12080
 
 
-def check_driver(device: Device) -> None:
+def check_gpu(device: Device, sms: Sequence[int], engine: Path) -> None:
     """
+    Args:
+        sms: Compute capabilities that the engine was built for.
+
     Raises:
-        EngineError: The driver is older than the CUDA that kernels are compiled with.
+        EngineError: The GPU is none of them, or its driver is older than the CUDA that kernels are compiled with.
     """
+    if device.sm not in sms:
+        held = ", ".join(map(str, sms))
+        raise EngineError(
+            f"the engine holds no kernels for this GPU (SM {device.sm}); it was built for SM {held}",
+            where=f"{engine}, GPU {device.ordinal}: {device.name}",
+            hint=f"convert the model again with --sm {','.join(map(str, sorted({*sms, device.sm})))}",
+        )
     oldest = OLDEST_CUDA_SM100 if device.sm >= 100 else OLDEST_CUDA
     if device.driver_version < oldest:
         raise EngineError(

@@ -19,7 +19,7 @@ from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.executors.cuda import memory, weights
 from llmbuild.runtime.executors.cuda.addresses import Addresses
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
-from llmbuild.runtime.executors.cuda.checks import check_driver, load_kernels, needs_library
+from llmbuild.runtime.executors.cuda.checks import check_gpu, load_kernels, needs_library
 from llmbuild.runtime.executors.cuda.device_sampler import DeviceSampler
 from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, CudaError, Device
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, memory_paths
@@ -69,19 +69,16 @@ class CudaExecutor:
     ) -> None:
         manifest = engine.manifest
         section = manifest.target.section
-        plan = LaunchPlan.read(engine.file(section["plan"]))
-        pack = KernelPack.open(engine.file(section["kernels"]))
-        weight_file = engine.file(section["weights"])
-        self._plan = plan
-        self._limits = plan.limits
-        self.block_size = plan.limits.block_size
-        self._max_seq_len = manifest.limits.max_seq_len
-        self._buckets = batch_buckets(min(plan.limits.max_batch_size, plan.limits.max_num_tokens))
-
         with ExitStack() as stack:
             self._device = gpu = Device(device)
             stack.callback(gpu.close)
-            check_driver(gpu)
+            check_gpu(gpu, section["sms"], engine.path)
+            plan = LaunchPlan.read(engine.file(section["plans"][str(gpu.sm)]))
+            pack = KernelPack.open(engine.file(section["kernels"][str(gpu.sm)]))
+            weight_file = engine.file(section["weights"])
+            self.block_size = plan.limits.block_size
+            self._max_seq_len = manifest.limits.max_seq_len
+            self._buckets = batch_buckets(min(plan.limits.max_batch_size, plan.limits.max_num_tokens))
             kernels = load_kernels(plan, pack, gpu)
             stored = [] if random_weights else weights.stored_tensors(weight_file, plan)
             with_library = needs_library(plan)
