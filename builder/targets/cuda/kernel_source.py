@@ -19,24 +19,29 @@ def functions(source: str, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: module[name] for name in names}
 
 
-def specs(parts: Partition) -> list[KernelSpec]:
-    """Return what is compiled for the row programs of a partition: all arguments are pointers to aligned buffers."""
+def specs(parts: Partition, *, pdl: bool = False) -> list[KernelSpec]:
+    """Return what is compiled for the row programs of a partition: all arguments are pointers to aligned buffers.
+
+    pdl: programmatic dependent launch, on SM 90 and up.
+    """
     found = functions(parts.source, tuple(kernel.name for kernel in parts.kernels))
     result = []
     for kernel in parts.kernels:
         function = found[kernel.name]
         types = (POINTER_TYPES[str(parts.buffers[name].dtype).removeprefix("torch.")] for name in kernel.arguments)
-        signature = dict(zip(function.arg_names, types, strict=True))
+        names = [name for name in function.arg_names if name != "PDL"]
+        signature = dict(zip(names, types, strict=True))
         result.append(
             KernelSpec(
                 kernel.name,
                 function,
                 signature,
-                {},
+                {"PDL": pdl},
                 divisible_by_16=pointers(signature),
                 grid=kernel.grid,
                 num_warps=kernel.num_warps,
                 num_stages=1,
+                options={"launch_pdl": True} if pdl else {},
             )
         )
     return result

@@ -80,7 +80,7 @@ def plan_program(program: Program, limits: EngineLimits, hardware: Hardware, par
         block_size=limits.block_size,
     )
     lowered = Lowered(program, parts, bounds, hardware)
-    rows = {spec.name: lowered.kernel(spec) for spec in specs(parts)}
+    rows = {spec.name: lowered.kernel(spec) for spec in specs(parts, pdl=hardware.pdl)}
     problems: list[tuple[fx.Node, str]] = []
     for part in parts.parts:
         if isinstance(part, Launch):

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from llmbuild.builder.ir import Program, raise_unsupported
-from llmbuild.builder.passes.edit import is_tensor, size
+from llmbuild.builder.passes.edit import is_call, is_tensor, size
 from llmbuild.builder.targets.cuda.buffers import SLOTS, Buffer, Output, View, whole
 from llmbuild.builder.targets.cuda.levels import (
     Rows,
@@ -124,7 +124,7 @@ class Plan:
         self.made: dict[fx.Node, None] = {}  # by row programs
         self.slots = Buffer("slot_mapping", torch.int32, size(program.placeholder("input_ids")), "T", 0)
         self.pools: dict[tuple[fx.Node, str], Buffer] = {}  # (what is appended, to which pool)
-        result = next(node for node in nodes if node.op == "output").args[0]
+        result = narrow_logits(next(node for node in nodes if node.op == "output").args[0])
         for node in nodes:
             if node in self.barriers:
                 self.only_weights(node)
@@ -216,6 +216,14 @@ class Plan:
                 used |= {part.node.name, *(view.buffer for view in part.inputs)}
                 used |= {each.name for each in part.node.all_input_nodes if self.program.weight_of(each) is not None}
         return {name: buffer for name, buffer in self.named.items() if name in used}
+
+
+def narrow_logits(result: fx.Node) -> fx.Node:
+    """Return the logits before they are widened to float32, which changes no value: who reads them does it as well."""
+    source = result.args[0] if is_call(result, torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default) else None
+    if isinstance(source, fx.Node) and source.meta["val"].dtype in (torch.bfloat16, torch.float16):
+        return source
+    return result
 
 
 def is_value(node: fx.Node) -> bool:

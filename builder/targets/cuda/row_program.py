@@ -103,12 +103,16 @@ def row_program(name: str, rows: str, outputs: Sequence[Output], stored: Stored)
             head = "else:" if last else f"{'el' if body else ''}if tl.program_id(1) < {tiles}:"
             body += [head, *(f"    {line}" for line in lines)]
     nodes = list(dict.fromkeys(node.name for section in sections for node in section.section.nodes))
-    arguments = ",\n".join(f"    {parameter}" for parameter in kernel.parameters.values())
+    parameters = [*kernel.parameters.values(), "PDL: tl.constexpr"]
+    arguments = ",\n".join(f"    {parameter}" for parameter in parameters)
     source = "\n".join(
         [
             "@triton.jit",
             f"def {name}(\n{arguments},\n):",
             *wrapped(f"    # {len(nodes)} nodes: {', '.join(nodes)}"),
+            "    if PDL:  # the kernel before this one may still run",
+            "        tl.extra.cuda.gdc_wait()",
+            "        tl.extra.cuda.gdc_launch_dependents()",
             "    row = tl.program_id(0).to(tl.int64)",
             *(f"    {line}" for line in body),
         ]

@@ -52,41 +52,45 @@ class CudaTarget:
         return None if has_rule(node) else "no rule for this op"
 
     def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
-        from llmbuild.builder.targets.cuda.lowered import Hardware
-        from llmbuild.builder.targets.cuda.lowering import plan_program
-        from llmbuild.builder.targets.cuda.partition import partition
-
-        sms = SMS if options.sm is None else parse_sms(options.sm)
-        parts = partition(program)
-        planned = {sm: plan_program(program, options.limits, Hardware(sm), parts) for sm in sms}
-        weights: dict[str, WeightExpr] = {}
-        for each in planned.values():
-            weights.update(each.weights)
-
-        for sm, each in planned.items():
-            folder = directory / "plan" / f"sm{sm}"
-            folder.mkdir(parents=True)
-            progress = None if options.progress is None else partial(kernels_done, options.progress, sm)
-            compiled = compile_all(list(each.specs.values()), [sm], progress=progress)
-            write_pack(folder / KERNELS, compiled, compiler=COMPILER)
-            (folder / PLAN).write_bytes(each.plan.to_json())
-        (directory / SOURCE).write_text(next(iter(planned.values())).source, encoding="utf-8")
+        compiled, weights = write_plans(program, options, directory)
         file = WeightFile()
         for name, expression in weights.items():
             file.add(name, plain_entry(expression))
         file.write(directory / WEIGHTS, options.progress)
-        toolchain = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
-        return CompiledTarget(
-            requires=REQUIRES,
-            toolchain={**toolchain, "triton": TRITON},
-            section={
-                "sms": list(sms),
-                "plans": {str(sm): f"plan/sm{sm}/{PLAN}" for sm in sms},
-                "kernels": {str(sm): f"plan/sm{sm}/{KERNELS}" for sm in sms},
-                "weights": WEIGHTS,
-            },
-            weight_bytes=file.bytes_by_storage(),
-        )
+        compiled.weight_bytes = file.bytes_by_storage()
+        return compiled
+
+
+def write_plans(
+    program: Program, options: CompileOptions, directory: Path
+) -> tuple[CompiledTarget, dict[str, WeightExpr]]:
+    """Write everything but the weights, and return what they are by the names that the plans use."""
+    from llmbuild.builder.targets.cuda.lowered import Hardware
+    from llmbuild.builder.targets.cuda.lowering import plan_program
+    from llmbuild.builder.targets.cuda.partition import partition
+
+    sms = SMS if options.sm is None else parse_sms(options.sm)
+    parts = partition(program)
+    planned = {sm: plan_program(program, options.limits, Hardware(sm), parts) for sm in sms}
+    weights: dict[str, WeightExpr] = {}
+    for each in planned.values():
+        weights.update(each.weights)
+    for sm, each in planned.items():
+        folder = directory / "plan" / f"sm{sm}"
+        folder.mkdir(parents=True)
+        progress = None if options.progress is None else partial(kernels_done, options.progress, sm)
+        compiled = compile_all(list(each.specs.values()), [sm], progress=progress)
+        write_pack(folder / KERNELS, compiled, compiler=COMPILER)
+        (folder / PLAN).write_bytes(each.plan.to_json())
+    (directory / SOURCE).write_text(next(iter(planned.values())).source, encoding="utf-8")
+    toolchain = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
+    section = {
+        "sms": list(sms),
+        "plans": {str(sm): f"plan/sm{sm}/{PLAN}" for sm in sms},
+        "kernels": {str(sm): f"plan/sm{sm}/{KERNELS}" for sm in sms},
+        "weights": WEIGHTS,
+    }
+    return CompiledTarget(REQUIRES, {**toolchain, "triton": TRITON}, section), weights
 
 
 def kernels_done(progress: Callable[[int, int, str], None], sm: int, done: int, total: int, name: str) -> None:
