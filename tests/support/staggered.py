@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llmbuild.engine.reader import open_engine
 from llmbuild.runtime.core import EngineCore
 from llmbuild.runtime.executor import Executor, StepInput
 from llmbuild.runtime.loading import load_engine
@@ -57,7 +58,8 @@ def serve(
     kv_cache_blocks: int | None = None,
 ) -> Served:
     """Greedy completions of `prompts`, one more arriving every `every` steps. Invariants checked after each step."""
-    loaded = load_engine(engine, num_threads=2, kv_cache_blocks=kv_cache_blocks)
+    on_cpu = open_engine(engine).manifest.target.name == "cpu"
+    loaded = load_engine(engine, num_threads=2 if on_cpu else None, kv_cache_blocks=kv_cache_blocks)
     recorder = Recorder(loaded.executor)
     core = EngineCore(recorder, loaded.limits, None)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

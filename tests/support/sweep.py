@@ -1,4 +1,4 @@
-"""One family from config to tokens: traced, fused, built for the cpu target, served, compared with transformers."""
+"""One family from config to tokens: traced, fused, built, served, compared with transformers."""
 
 from __future__ import annotations
 
@@ -59,8 +59,11 @@ class Outcome:
     refused: str | None = None
 
 
-def run(name: str, directory: Path) -> Outcome:
-    """Take one entry of SWEEP through everything. Files go below `directory`."""
+def run(name: str, directory: Path, **options_of_build: Any) -> Outcome:
+    """Take one entry of SWEEP through everything. Files go below `directory`.
+
+    options_of_build: of BuildConfig, for another target than cpu.
+    """
     family, options = VARIANTS.get(name, (name, {}))
     model = tiny_model(family, **options)
     save_tiny(model, directory / "model")
@@ -70,6 +73,7 @@ def run(name: str, directory: Path) -> Outcome:
         max_batch_size=4,
         max_num_tokens=24,
         max_seq_len=128,
+        **options_of_build,
     )
     try:
         report = build(config)

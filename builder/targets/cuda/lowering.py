@@ -141,7 +141,7 @@ def finish(lowered: Lowered) -> Planned:
 
 def device_sampling(lowered: Lowered, logits: Place, buffer: Buffer) -> Sampling | None:
     """Return the kernels that sample; None where the host must, because the vocabulary is too large for them."""
-    num_tokens = min(lowered.program.info.vocab_size, buffer.width)
+    num_tokens = min(token_count(lowered.program), buffer.width)
     if not lowered.hardware.sampling or num_tokens > MOST_TOKENS:
         return None
     hardware, rows = lowered.hardware, lowered.limits.max_batch_size
@@ -152,6 +152,17 @@ def device_sampling(lowered: Lowered, logits: Place, buffer: Buffer) -> Sampling
     for name, dtype, needed in buffers:
         lowered.workspace(name, dtype, needed)
     return section
+
+
+def token_count(program: Program) -> int:
+    """Return how many tokens can be sampled: ids that no text stands for, at the end of the vocabulary, cannot."""
+    text = program.tokenizer_files.get("tokenizer.json")
+    if text is None:
+        return program.info.vocab_size
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_buffer(text).get_vocab(with_added_tokens=True).values()
+    return min(1 + max(ids, default=-1), program.info.vocab_size)
 
 
 def pool_order(name: str) -> tuple[int, str]:

@@ -1,0 +1,121 @@
+"""Engines of the cuda target on a GPU, against transformers; tests/sweep/test_cuda_sweep.py needs none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmbuild import LLM, BuildConfig, SamplingParams, build
+from support.staggered import generate, logits_after
+from support.sweep import run, sweep_prompts
+from support.tiny_models import save_tiny, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+# One family for each way in which attention, positions, norms, experts and layouts differ.
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gpt2",
+    "opt",
+    "gptj",
+    "falcon (ALiBi)",
+    "bloom",
+    "cohere",
+    "minicpm3",
+    "phi3",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
+
+@pytest.fixture(scope="session")
+def sm() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_tokens_are_those_of_transformers(name: str, sm: str, tmp_path: Path) -> None:
+    """Prompts that arrive at different steps, chunked, in blocks and windows: every greedy token, and the logits."""
+    outcome = run(name, tmp_path, target="cuda", dtype="float32", sm=sm)
+    assert outcome.refused is None
+    assert outcome.exact
+    assert outcome.error < 1e-4
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma2", "mixtral"))
+def test_bfloat16_picks_the_tokens_of_transformers(name: str, sm: str, tmp_path: Path) -> None:
+    """Teacher-forced: at how many of the positions the likeliest token is that of transformers in bfloat16."""
+    model = tiny_model(name)
+    save_tiny(model, tmp_path / "model")
+    engine = build(
+        BuildConfig(
+            model=tmp_path / "model",
+            output=tmp_path / "engine",
+            target="cuda",
+            sm=sm,
+            max_batch_size=4,
+            max_seq_len=128,
+        )
+    ).output
+    half = model.to(torch.bfloat16)
+    prompts = sweep_prompts()
+    agreed = total = 0
+    with LLM(engine) as llm:
+        for prompt in prompts:
+            tokens = prompt + generate(half, prompt, 24)
+            expected = logits_after(half, tokens)
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            found = [llm.generate(tokens[:end], params)[0].outputs[0].token_ids[0] for end in range(1, len(tokens))]
+            margin = expected.topk(2).values
+            clear = (margin[:-1, 0] - margin[:-1, 1]) > 0.02 * expected.abs().max()  # not a tie within rounding
+            agreed += int(((torch.tensor(found) == expected[:-1].argmax(-1)) & clear).sum())
+            total += int(clear.sum())
+    assert total > 50
+    assert agreed >= 0.99 * total
+
+
+def test_device_and_host_sample_alike(sm: str, tmp_path: Path) -> None:
+    """Seeded sampling, penalties and logprobs on the device, in batches of any size."""
+    model = tiny_model("llama")
+    save_tiny(model, tmp_path / "model")
+    engines = {
+        target: build(
+            BuildConfig(
+                model=tmp_path / "model",
+                output=tmp_path / target,
+                target=target,
+                dtype="float32",
+                sm=sm if target == "cuda" else None,
+                max_batch_size=8,
+                max_seq_len=128,
+            )
+        ).output
+        for target in ("cpu", "cuda")
+    }
+    params = [
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=seed, max_tokens=24, ignore_eos=True, logprobs=3)
+        for seed in range(6)
+    ]
+    params += [
+        SamplingParams(temperature=1.0, min_p=0.05, seed=9, repetition_penalty=1.3, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.5, max_tokens=24, ignore_eos=True),
+    ]
+    prompts = (sweep_prompts() * 2)[: len(params)]
+    results = {}
+    for target, engine in engines.items():
+        with LLM(engine) as llm:
+            results[target] = llm.generate(prompts, params)
+    for host, device in zip(results["cpu"], results["cuda"], strict=True):
+        assert device.outputs[0].token_ids == host.outputs[0].token_ids
+        if host.outputs[0].logprobs is not None:
+            for one, other in zip(host.outputs[0].logprobs, device.outputs[0].logprobs, strict=True):
+                assert one.keys() == other.keys()
+                for token, found in one.items():
+                    assert other[token].rank == found.rank
+                    assert other[token].logprob == pytest.approx(found.logprob, abs=2e-4)
