@@ -32,8 +32,24 @@ from llmbuild.runtime.tokenizer import Tokenizer
 class AsyncLLM:
     """Loads an engine directory (see `LLM` for the arguments) and serves it until `close`."""
 
-    def __init__(self, path: str | Path, *, num_threads: int | None = None, kv_cache_blocks: int | None = None) -> None:
-        self._set_up(load_engine(path, num_threads=num_threads, kv_cache_blocks=kv_cache_blocks))
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        num_threads: int | None = None,
+        kv_cache_blocks: int | None = None,
+        kv_memory_fraction: float | None = None,
+        device: int | None = None,
+    ) -> None:
+        self._set_up(
+            load_engine(
+                path,
+                num_threads=num_threads,
+                kv_cache_blocks=kv_cache_blocks,
+                kv_memory_fraction=kv_memory_fraction,
+                device=device,
+            )
+        )
 
     @classmethod
     def over(cls, executor: Executor, limits: ServingLimits, tokenizer: Tokenizer | None = None) -> AsyncLLM:

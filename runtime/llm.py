@@ -33,13 +33,32 @@ class LLM:
         path: Engine directory.
         num_threads: Threads of the cpu target; None lets it choose.
         kv_cache_blocks: Blocks of the KV pool; None sizes it from the engine's limits.
+        kv_memory_fraction: How much of the memory that the cuda target leaves free may hold KV blocks; None: 0.9.
+        device: Number of the GPU of the cuda target; None: 0.
 
     Raises:
+        ConfigError: An option is out of range, or the engine's target does not have it.
         EngineError: The engine is damaged, of another version, or not for this machine.
     """
 
-    def __init__(self, path: str | Path, *, num_threads: int | None = None, kv_cache_blocks: int | None = None) -> None:
-        self._set_up(load_engine(path, num_threads=num_threads, kv_cache_blocks=kv_cache_blocks))
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        num_threads: int | None = None,
+        kv_cache_blocks: int | None = None,
+        kv_memory_fraction: float | None = None,
+        device: int | None = None,
+    ) -> None:
+        self._set_up(
+            load_engine(
+                path,
+                num_threads=num_threads,
+                kv_cache_blocks=kv_cache_blocks,
+                kv_memory_fraction=kv_memory_fraction,
+                device=device,
+            )
+        )
 
     @classmethod
     def over(cls, executor: Executor, limits: ServingLimits, tokenizer: Tokenizer | None = None) -> LLM:

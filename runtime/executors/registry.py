@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
-from llmbuild.errors import EngineError, nearest
+from llmbuild.errors import ConfigError, EngineError, nearest
 from llmbuild.runtime.executor import Executor
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def load_executor(engine: Engine, **options: Any) -> Executor:
 
     Raises:
         EngineError: This version has no executor for the target.
+        ConfigError: The target has no such option.
     """
     name = engine.manifest.target.name
     if name not in EXECUTORS:
@@ -35,4 +37,9 @@ def load_executor(engine: Engine, **options: Any) -> Executor:
         )
     module, _, attribute = EXECUTORS[name].partition(":")
     constructor = getattr(importlib.import_module(module), attribute)
-    return constructor(engine, **{key: value for key, value in options.items() if value is not None})
+    given = {key: value for key, value in options.items() if value is not None}
+    known = list(inspect.signature(constructor).parameters)[1:]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"the {name} target has no option {key!r}", hint=nearest(key, known))
+    return constructor(engine, **given)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from llmbuild.engine.reader import open_engine
-from llmbuild.runtime.executor import StepInput
+from llmbuild.errors import ConfigError
 from llmbuild.runtime.executors.cuda import executor as executor_module
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.executors.registry import load_executor
 from llmbuild.runtime.llm import LLM
 from llmbuild.runtime.sampling_batch import SamplingBatch
 from llmbuild.runtime.sampling_params import SamplingParams
-from support.cuda_engine import BATCH, BLOCK, TOKENS, VOCAB, fake_gpu, write_cuda_engine
+from support.cuda_engine import BATCH, BLOCK, TOKENS, VOCAB, fake_gpu, step, write_cuda_engine
 from support.fake_device import FakeDevice
 from support.fake_executor import reference_logits
 
@@ -37,24 +37,6 @@ def load(path: Path, **options: Any) -> CudaExecutor:
     executor = load_executor(open_engine(path), **options)
     assert isinstance(executor, CudaExecutor)
     return executor
-
-
-def step(*sequences: tuple[list[int], int, list[int]], wanted: list[int] | None = None) -> StepInput:
-    """Return a step of sequences (tokens of the whole cache, tokens that are new, blocks)."""
-    ids, positions, slots, lens, cu = [], [], [], [], [0]
-    width = max(len(blocks) for _, _, blocks in sequences)
-    tables = np.zeros((len(sequences), width), np.int32)
-    for row, (tokens, new, blocks) in enumerate(sequences):
-        where = np.arange(len(tokens) - new, len(tokens))
-        ids += tokens[-new:]
-        positions += where.tolist()
-        slots += (np.array(blocks)[where // BLOCK] * BLOCK + where % BLOCK).tolist()
-        lens.append(len(tokens))
-        cu.append(cu[-1] + new)
-        tables[row, : len(blocks)] = blocks
-    rows = [end - 1 for end in cu[1:]] if wanted is None else wanted
-    arrays = [np.array(values, np.int32) for values in (ids, positions, slots)]
-    return StepInput(*arrays, tables, *(np.array(values, np.int32) for values in (lens, cu, rows)))
 
 
 def expected(*tokens: list[int]) -> np.ndarray:
@@ -139,6 +121,16 @@ def test_serving_through_the_scheduler_equals_the_reference(
         assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
     llm.close()
     assert gpu.closed and gpu.graphs_launched
+
+
+def test_options_reach_the_executor(engine_path: Path, gpu: FakeDevice) -> None:
+    with pytest.raises(ConfigError, match="kv_memory_fraction is 2"):
+        LLM(engine_path, kv_memory_fraction=2)
+    with pytest.raises(ConfigError, match="the cuda target has no option 'threads'"):
+        LLM(engine_path, num_threads=2)
+    most = 6 * 12  # blocks of all sequences at their longest
+    with LLM(engine_path, kv_memory_fraction=0.5, device=0):
+        assert (most + 1) * BLOCK * 8 in map(len, gpu.blocks.values())
 
 
 def test_random_weights_read_no_file(engine_path: Path, gpu: FakeDevice) -> None:

@@ -15,9 +15,10 @@ from llmbuild.runtime.executors.cuda.count_rows import CountRows
 from llmbuild.runtime.executors.cuda.device_sampler import Choice
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.llm import LLM
+from llmbuild.runtime.sampler import sample
 from llmbuild.runtime.sampling_batch import RowExtras, SamplingBatch
 from llmbuild.runtime.sampling_params import SamplingParams
-from support.cuda_engine import BATCH, TOKENS, VOCAB, fake_gpu, write_cuda_engine
+from support.cuda_engine import BATCH, TOKENS, VOCAB, fake_gpu, step, write_cuda_engine
 from support.cuda_sampling import (
     ENTRIES,
     MOST_LOGPROBS,
@@ -174,3 +175,46 @@ def test_greedy_steps_bring_nothing_but_tokens(device_engine: Path, gpus: list[F
     assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
     assert {each.symbol for each in gpu.launched} == {"store", "hash", "s_greedy"}
     assert set(downloads) == {256 + 4 * BATCH}  # token ids, padded, and their status
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_are_fed_to_the_next_step_on_the_device(
+    device_engine: Path, gpus: list[FakeDevice], temperature: float
+) -> None:
+    executor = CudaExecutor(open_engine(device_engine), num_blocks=20)
+    sampling = SamplingBatch.greedy(3)._replace(
+        temperature=np.full(3, temperature, np.float32),
+        all_greedy=temperature == 0,
+        seeds=np.arange(3, dtype=np.uint64),
+    )
+    assert executor.can_overlap(sampling)
+    assert not executor.can_overlap(batch(output=np.arange(3), prompt=np.arange(2)))
+    prompts, blocks = [[1, 2, 3], [4], [5, 6]], [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    sequences = [list(prompt) for prompt in prompts]
+    waiting = executor.execute_async(step(*((s, len(s), b) for s, b in zip(sequences, blocks, strict=True))), sampling)
+    order = np.array([2, 0, 1], np.int32)  # rows change places between the steps
+    for number in range(1, 6):
+        for sequence in sequences:
+            sequence.append(63)  # a token that the host does not know yet
+        sequences, blocks = [sequences[i] for i in order], [blocks[i] for i in order]
+        sampling = sampling._replace(seeds=sampling.seeds[order], token_indices=np.full(3, number, np.int32))
+        following = executor.execute_async(
+            step(*((s, 1, b) for s, b in zip(sequences, blocks, strict=True))), sampling, order
+        )
+        tokens = waiting.result().token_ids
+        for sequence, row in zip(sequences, order, strict=True):
+            sequence[-1] = int(tokens[row])
+        waiting = following
+    waiting.result()
+    executor.close()
+    for sequence in sequences:
+        prompt = next(p for p in prompts if sequence[: len(p)] == p)
+        for end in range(len(prompt), len(sequence)):
+            row = SamplingBatch.greedy(1)._replace(
+                temperature=np.full(1, temperature, np.float32),
+                all_greedy=temperature == 0,
+                seeds=np.array([prompts.index(prompt)], np.uint64),
+                token_indices=np.array([end - len(prompt)], np.int32),
+            )
+            logits = reference_logits(np.array(sequence[:end]), VOCAB)
+            assert sample(logits, row).token_ids[0] == sequence[end]

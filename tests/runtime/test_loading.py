@@ -89,6 +89,21 @@ def test_wrong_options(engine, option, value) -> None:
     assert caught.value.what == f"{option} is {value!r}"
 
 
+@pytest.mark.parametrize("value", [-1, 0.0, True])
+def test_a_device_that_is_no_number_of_a_gpu(engine, value) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(engine, device=value)
+    assert caught.value.what == f"device is {value!r}"
+
+
+@pytest.mark.parametrize("option", ["device", "kv_memory_fraction"])
+def test_an_option_of_another_target(engine, option) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(engine, **{option: 1})
+    assert caught.value.what == f"the cpu target has no option {option!r}"
+    assert caught.value.hint == "known: num_blocks, threads"
+
+
 def test_damage_is_found_before_the_executor_is_made(engine, monkeypatch) -> None:
     monkeypatch.setitem(EXECUTORS, "cpu", "no_such_module:Nothing")
     (engine / "plan" / "model.onnx").write_bytes(b"short")

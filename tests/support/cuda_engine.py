@@ -28,6 +28,7 @@ from llmbuild.engine.launch_plan import (
     Weight,
 )
 from llmbuild.engine.manifest import KVCacheSection, LayerKVSection, LimitsSection, TargetSection
+from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.executors.cuda.driver import Grid
 from support.fake_device import FakeDevice
 from support.fake_engine import PAYLOAD, sections, write_engine
@@ -237,3 +238,21 @@ def hash_kernel(device: FakeDevice, grid: Grid, given: bytes) -> None:
 
 def ints(device: FakeDevice, address: int, count: int) -> np.ndarray:
     return device.view(address, 4 * count).view(np.int32)
+
+
+def step(*sequences: tuple[list[int], int, list[int]], wanted: list[int] | None = None) -> StepInput:
+    """Return a step of sequences (tokens of the whole cache, tokens that are new, blocks)."""
+    ids, positions, slots, lens, cu = [], [], [], [], [0]
+    width = max(len(blocks) for _, _, blocks in sequences)
+    tables = np.zeros((len(sequences), width), np.int32)
+    for row, (tokens, new, blocks) in enumerate(sequences):
+        where = np.arange(len(tokens) - new, len(tokens))
+        ids += tokens[-new:]
+        positions += where.tolist()
+        slots += (np.array(blocks)[where // BLOCK] * BLOCK + where % BLOCK).tolist()
+        lens.append(len(tokens))
+        cu.append(cu[-1] + new)
+        tables[row, : len(blocks)] = blocks
+    rows = [end - 1 for end in cu[1:]] if wanted is None else wanted
+    arrays = [np.array(values, np.int32) for values in (ids, positions, slots)]
+    return StepInput(*arrays, tables, *(np.array(values, np.int32) for values in (lens, cu, rows)))

@@ -84,8 +84,14 @@ def sampling_launches() -> dict[str, Launch]:
 
 def sampling_kernels() -> dict[str, Callable[[FakeDevice, Grid, bytes], None]]:
     bodies = {
-        "greedy": greedy, "full": full, "adjusted": full, "logprobs": logprobs, "count": count, "enter": enter,
-    }  # fmt: skip
+        "greedy": greedy,
+        "full": full,
+        "adjusted": full,
+        "logprobs": logprobs,
+        "count": count,
+        "enter": enter,
+        "feed": feed,
+    }
     return {f"s_{name}": _with_arrays(body, name) for name, body in bodies.items()}
 
 
@@ -179,6 +185,13 @@ def count(arrays: Arrays) -> None:
     for row, owner in enumerate(arrays("count_rows", arrays.rows).tolist()):
         if owner >= 0:
             counts[owner, arrays("token_ids", arrays.rows)[row]] += 2
+
+
+def feed(arrays: Arrays) -> None:
+    sources = arrays("feed_sources", arrays.tokens)
+    input_ids, fed = arrays("input_ids", arrays.tokens), sources >= 0
+    if fed.any():
+        input_ids[fed] = arrays("token_ids", int(sources.max()) + 1)[sources[fed]]
 
 
 def enter(arrays: Arrays) -> None:

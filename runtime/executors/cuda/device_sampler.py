@@ -53,7 +53,9 @@ class DeviceSampler:
         self._most_entries = len(area.array("allowed_ids"))
         self._most_logprobs = area.result_size("logprob_ids") // max_rows - 1
         self._counts = CountRows(max_rows)
-        self._host = device.allocate_host(area.result_bytes("logprobs"))
+        self._host = [device.allocate_host(area.result_bytes("logprobs")) for _ in range(2)]
+        self._arrived = [device.event() for _ in self._host]
+        self._turn = 0
         self.steps: dict[str, list[KernelStep]] = {
             name: [bind(op) for op in getattr(sampling, name)]
             for name in ("greedy", "full", "adjusted", "logprobs", "count", "enter", "feed")
@@ -80,6 +82,22 @@ class DeviceSampler:
         logprobs = any(extra.logprobs is not None for extra in extras)
         return Choice("adjusted" if count or any(lists.values()) else draw, logprobs, count)
 
+    def feed(self, sources: npt.NDArray[np.int32], tokens: int, stream: Any) -> None:
+        """Let tokens of the step before take their places in this step's input, which is in the stream.
+
+        sources: row of the step before for each token, -1 where the host has written the token. tokens: T of the step
+        as it runs, padding included.
+        """
+        self._area.turn()
+        array = self._area.array("feed_sources")
+        array[: len(sources)] = sources
+        array[len(sources) : tokens] = -1
+        self._area.send("feed_sources", tokens, stream)
+        self._area.sent(stream)
+        sizes = StepSizes(tokens=tokens, sequences=0, rows=0, longest=0)
+        for step in self.steps["feed"]:
+            step.run(sizes, stream)
+
     def write(self, batch: SamplingBatch, choice: Choice, padded: int, stream: Any) -> None:
         """Bring what the kernels read to the GPU: before the step's ops are put into the stream.
 
@@ -104,8 +122,12 @@ class DeviceSampler:
         for row, extra in entering:
             self._enter(row, extra, stream)
 
-    def finish(self, choice: Choice, sizes: StepSizes, stream: Any, *, drawn: bool) -> None:
-        """Put the kernels behind the step's ops into the stream. drawn: those of `choice.draw` are already there."""
+    def finish(self, choice: Choice, sizes: StepSizes, stream: Any, *, drawn: bool) -> int:
+        """Put the kernels behind the step's ops into the stream; return what `result` takes.
+
+        drawn: the kernels of `choice.draw` are already there. The result of the step before last is overwritten.
+        """
+        self._turn = (self._turn + 1) % len(self._host)
         names: list[str] = [] if drawn else [choice.draw]
         names += [
             name for name, wanted in (("logprobs", choice.with_logprobs), ("count", choice.with_counts)) if wanted
@@ -114,30 +136,33 @@ class DeviceSampler:
             for step in self.steps[name]:
                 step.run(sizes, stream)
         self._device.download(
-            self._host.address,
+            self._host[self._turn].address,
             self._area.state_address,
             self._area.result_bytes("logprobs" if choice.with_logprobs else "status"),
             stream,
         )
+        self._device.record(self._arrived[self._turn], stream)
+        return self._turn
 
-    def result(self, batch: SamplingBatch, choice: Choice) -> SampledTokens:
-        """Return the tokens, once the stream has passed `finish`.
+    def result(self, turn: int, batch: SamplingBatch, choice: Choice) -> SampledTokens:
+        """Wait for a step's tokens and return them. turn: what `finish` returned.
 
         Raises:
             LLMBuildError: A row's logits hold NaN, or nothing but -inf.
         """
-        rows = len(batch.temperature)
-        status = self._result("status")[:rows]
+        self._device.synchronize_event(self._arrived[turn])
+        rows, held = len(batch.temperature), self._host[turn].bytes
+        status = self._area.result("status", held)[:rows]
         if status.any():
             raise not_finite(int(np.flatnonzero(status)[0]))
-        token_ids = self._result("token_ids")[:rows].copy()
+        token_ids = self._area.result("token_ids", held)[:rows].copy()
         if not choice.with_logprobs or batch.extras is None:
             return SampledTokens(token_ids, None)
         logprobs: list[TokenLogprobs | None] = [None] * rows
         width = self._most_logprobs + 1
-        ids = self._result("logprob_ids").reshape(-1, width)
-        values = self._result("logprobs").reshape(-1, width)
-        ranks = self._result("ranks")
+        ids = self._area.result("logprob_ids", held).reshape(-1, width)
+        values = self._area.result("logprobs", held).reshape(-1, width)
+        ranks = self._area.result("ranks", held)
         for row, extra in enumerate(batch.extras):
             if extra is not None and extra.logprobs is not None:
                 kept = 1 + extra.logprobs
@@ -145,10 +170,9 @@ class DeviceSampler:
         return SampledTokens(token_ids, logprobs)
 
     def close(self) -> None:
-        self._device.free_host(self._host)
-
-    def _result(self, name: str) -> npt.NDArray[Any]:
-        return self._area.result(name, self._host.bytes)
+        for memory, event in zip(self._host, self._arrived, strict=True):
+            self._device.free_host(memory)
+            self._device.free_event(event)
 
     def _write_extras(
         self,

@@ -6,6 +6,7 @@ step    write inputs ⇒ one copy ⇒ graph (decode) or op by op (mixed) ⇒ log
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,21 @@ if TYPE_CHECKING:
 
 NOTHING = ""
 TAILS = (NOTHING, "greedy", "full")  # ways of sampling that run in graphs, behind the plan's ops
+
+
+class PendingTokens:
+    """The tokens of a step that may still run."""
+
+    def __init__(self, result: Callable[[], SampledTokens]) -> None:
+        self._result = result
+
+    def result(self) -> SampledTokens:
+        """Wait for the tokens. Once only.
+
+        Raises:
+            LLMBuildError: A row's logits hold NaN, or nothing but -inf.
+        """
+        return self._result()
 
 
 class CudaExecutor:
@@ -77,6 +93,7 @@ class CudaExecutor:
             pack = KernelPack.open(engine.file(section["kernels"][str(gpu.sm)]))
             weight_file = engine.file(section["weights"])
             self.block_size = plan.limits.block_size
+            self._max_num_tokens = plan.limits.max_num_tokens
             self._max_seq_len = manifest.limits.max_seq_len
             self._buckets = batch_buckets(min(plan.limits.max_batch_size, plan.limits.max_num_tokens))
             kernels = load_kernels(plan, pack, gpu)
@@ -166,20 +183,47 @@ class CudaExecutor:
             self._resources = stack.pop_all()
 
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
+        return self.execute_async(step, sampling).result()
+
+    def execute_async(
+        self, step: StepInput, sampling: SamplingBatch, feed: npt.NDArray[np.int32] | None = None
+    ) -> PendingTokens:
+        """Put a step into the stream and return at once where the device samples; `can_overlap` tells.
+
+        At most two steps may be pending: the tokens of a step must be taken before the step after next is put.
+
+        Args:
+            feed: int32 [T], for each token the row of the step before whose sampled token it is, -1 where
+                `step.input_ids` holds it. None: it holds all.
+        """
         from llmbuild.runtime.sampler import sample
 
-        choice = self._sampler.choose(sampling) if self._sampler is not None else None
-        if self._sampler is None or choice is None:
-            return sample(self._run(step), sampling)
+        sampler = self._sampler
+        choice = sampler.choose(sampling) if sampler is not None else None
+        if sampler is None or choice is None:
+            if feed is not None:
+                raise ValueError("the host samples this step: its input cannot be fed on the device")
+            tokens = sample(self._run(step), sampling)
+            return PendingTokens(lambda: tokens)
         self._device.make_current()
         tail = choice.draw if choice.draw in TAILS else NOTHING
         rows = len(step.logits_indices)
-        self._sampler.write(sampling, choice, max(rows, self._padded(step)), self._stream)
-        self._launch(step, tail)
+        sampler.write(sampling, choice, max(rows, self._padded(step)), self._stream)
+        self._launch(step, tail, feed)
         sizes = StepSizes(tokens=len(step.input_ids), sequences=len(step.seq_lens), rows=rows, longest=0)
-        self._sampler.finish(choice, sizes, self._stream, drawn=tail != NOTHING)
-        self._device.synchronize(self._stream)
-        return self._sampler.result(sampling, choice)
+        turn = sampler.finish(choice, sizes, self._stream, drawn=tail != NOTHING)
+
+        def result() -> SampledTokens:
+            self._device.make_current()
+            return sampler.result(turn, sampling, choice)
+
+        return PendingTokens(result)
+
+    def can_overlap(self, sampling: SamplingBatch) -> bool:
+        """Whether a step so sampled may be put before the host has seen the tokens of the step before."""
+        if self._sampler is None or self._sampler.choose(sampling) is None:
+            return False
+        return all(extra is None or (extra.output is None and extra.banned is None) for extra in sampling.extras or ())
 
     def forward(self, step: StepInput) -> npt.NDArray[np.float32]:
         return self._run(step).copy()
@@ -187,13 +231,15 @@ class CudaExecutor:
     def warm_up(self) -> None:
         """Choose all GEMM algorithms and capture all graphs, so that no step has to. Takes seconds."""
         self._device.make_current()
-        if self._graphs is None:
-            return
-        for bucket in self._buckets:
+        idle = _idle_step(self.num_blocks, self.block_size)
+        for bucket in self._buckets if self._graphs is not None else ():
             for tail in self._tails:
-                self._inputs.write(_idle_step(self.num_blocks, self.block_size), bucket)
+                self._inputs.write(idle, bucket)
                 self._inputs.send(self._stream)
-                self._graphs.run(bucket, tail, self._stream)
+                self._graphs.run(bucket, tail, self._stream)  # type: ignore[union-attr]
+        for tokens in batch_buckets(self._max_num_tokens):
+            sizes = StepSizes(tokens=tokens, sequences=1, rows=1, longest=tokens)
+            self._program.prepare("mixed", sizes, self._stream)
         self._device.synchronize(self._stream)
         self._library.save()
 
@@ -222,17 +268,18 @@ class CudaExecutor:
             return 0
         return bucket_of(sequences, self._buckets)
 
-    def _launch(self, step: StepInput, tail: str) -> None:
+    def _launch(self, step: StepInput, tail: str, feed: npt.NDArray[np.int32] | None = None) -> None:
         """Put the step's copy, its ops and what runs behind them into the stream."""
-        if self._graphs is not None and (bucket := self._padded(step)):
-            self._inputs.write(step, bucket)
-            self._inputs.send(self._stream)
+        tokens, sequences = len(step.input_ids), len(step.seq_lens)
+        bucket = self._padded(step)
+        self._inputs.write(step, bucket or None)
+        self._inputs.send(self._stream)
+        if feed is not None and self._sampler is not None:
+            self._sampler.feed(feed, bucket or tokens, self._stream)
+        if self._graphs is not None and bucket:
             self._graphs.run(bucket, tail, self._stream)
             return
-        tokens, sequences = len(step.input_ids), len(step.seq_lens)
         kind: Kind = "decode" if tokens == sequences else "mixed"  # no sequence is without a token
-        self._inputs.write(step)
-        self._inputs.send(self._stream)
         sizes = StepSizes(
             tokens=tokens,
             sequences=sequences,

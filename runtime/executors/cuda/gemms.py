@@ -20,7 +20,9 @@ from llmbuild.runtime.executors.cuda.driver import Device
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, shape_key
 
 CANDIDATES = 6  # algorithms that are timed
-TIMED_CALLS = 16  # over as many weights of the shape as there are, so that they come from memory, not from the cache
+FEW_ROWS = 512
+# Calls that are timed, of few rows and of more: over all weights of a shape, so that they come from memory.
+TIMED_CALLS, TIMED_LONG_CALLS = 16, 4
 MOST_READY = 1024  # shapes with numbers of rows whose descriptors are kept
 
 
@@ -166,7 +168,7 @@ class Gemms:
         found = self._favourites(matmul, gemm, CANDIDATES if self._tune else 1)
         if len(found) == 1:
             return found[0]
-        gemms = [each for each in self._bound[gemm.shape] if each.most_rows >= matmul.rows][:TIMED_CALLS]
+        gemms = [each for each in self._bound[gemm.shape] if each.most_rows >= matmul.rows]
         times = [self._time(matmul, algo, gemms, stream) for algo in found]
         return found[times.index(min(times))]
 
@@ -178,7 +180,7 @@ class Gemms:
         return found
 
     def _time(self, matmul: Matmul, algo: bytes, gemms: list[BoundGemm], stream: Any) -> float:
-        """Return milliseconds of TIMED_CALLS calls, in a graph: the host would be slower than small GEMMs.
+        """Return milliseconds of some calls, in a graph: the host would be slower than small GEMMs.
 
         Writes their outputs, which hold nothing between steps.
         """
@@ -196,7 +198,7 @@ class Gemms:
             return float("inf")
         device.begin_capture(stream)
         try:
-            calls(TIMED_CALLS)
+            calls(TIMED_CALLS if matmul.rows <= FEW_ROWS else TIMED_LONG_CALLS)
         except BaseException:
             device.abandon_capture(stream)
             raise
