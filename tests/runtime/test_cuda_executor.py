@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,14 @@ def test_a_chunk_that_wants_no_logits(engine_path: Path, gpu: FakeDevice) -> Non
     executor.close()
 
 
+def test_logits_of_more_tokens_than_a_step_has_sequences(engine_path: Path, gpu: FakeDevice) -> None:
+    executor = load(engine_path, num_blocks=20)
+    tokens = list(range(9))
+    found = executor.forward(step((tokens, 9, [0, 1, 2]), wanted=list(range(9))))
+    np.testing.assert_array_equal(found, expected(*(tokens[: end + 1] for end in range(9))))
+    executor.close()
+
+
 def test_tokens_are_sampled(engine_path: Path, gpu: FakeDevice) -> None:
     executor = load(engine_path, num_blocks=20)
     done = executor.execute(step(([1, 2, 3], 3, [0]), ([4], 1, [1])), SamplingBatch.greedy(2))
@@ -135,7 +144,8 @@ def test_options_reach_the_executor(engine_path: Path, gpu: FakeDevice) -> None:
 
 def test_random_weights_read_no_file(engine_path: Path, gpu: FakeDevice) -> None:
     engine = open_engine(engine_path)
-    (engine_path / "weights" / "cuda.safetensors").unlink()
+    unlisted = [file for file in engine.manifest.files if not file.path.startswith("weights/")]
+    engine = replace(engine, manifest=engine.manifest.model_copy(update={"files": unlisted}))
     executor = load_executor(engine, random_weights=True, num_blocks=20)
     found = executor.forward(step(([1, 2, 3], 3, [0])))
     assert np.isfinite(found).all() and not np.array_equal(found, expected([1, 2, 3]))

@@ -92,7 +92,7 @@ def partition(program: Program) -> Partition:
         raise_unsupported("cuda", [(problem.node, problem.reason)])
         raise
     parts: list[Barrier | Launch] = []
-    kernels: dict[tuple[str, tuple[str, ...]], RowProgram] = {}
+    kernels: dict[tuple[str, tuple[str, ...], tuple[str, str, str]], RowProgram] = {}
     problems: dict[fx.Node, str] = {}
     for level in range(max(plan.level.values()) + 1):
         parts += [plan.barrier(node) for node in calls if plan.level[node] == level and node in plan.barriers]
@@ -103,7 +103,7 @@ def partition(program: Program) -> Partition:
                 problems.setdefault(problem.node, problem.reason)
                 continue
             types = tuple(str(plan.named[argument].dtype) for argument in kernel.arguments)
-            shared = kernels.setdefault((anonymous(kernel.source), types), kernel)
+            shared = kernels.setdefault((anonymous(kernel.source), types, kernel.grid), kernel)
             parts.append(Launch(shared, kernel.arguments))
     raise_unsupported("cuda", list(problems.items()))
     return Partition(parts, plan.used_buffers(parts), list(kernels.values()), plan.output)

@@ -91,13 +91,14 @@ class CudaExecutor:
             check_gpu(gpu, section["sms"], engine.path)
             plan = LaunchPlan.read(engine.file(section["plans"][str(gpu.sm)]))
             pack = KernelPack.open(engine.file(section["kernels"][str(gpu.sm)]))
-            weight_file = engine.file(section["weights"])
             self.block_size = plan.limits.block_size
             self._max_num_tokens = plan.limits.max_num_tokens
+            self._max_batch_size = plan.limits.max_batch_size
             self._max_seq_len = manifest.limits.max_seq_len
             self._buckets = batch_buckets(min(plan.limits.max_batch_size, plan.limits.max_num_tokens))
             kernels = load_kernels(plan, pack, gpu)
-            stored = [] if random_weights else weights.stored_tensors(weight_file, plan)
+            weight_file = None if random_weights else engine.file(section["weights"])
+            stored = [] if weight_file is None else weights.stored_tensors(weight_file, plan)
             with_library = needs_library(plan)
             lt = open_library(gpu) if with_library else None
 
@@ -174,7 +175,7 @@ class CudaExecutor:
             gpu.fill(arena, 0, plan.arena_bytes, self._stream)
             for pool in plan.pools:
                 gpu.fill(pools[pool.name], 0, slots * pool.token_bytes, self._stream)
-            if random_weights:
+            if weight_file is None:
                 weights.fill_with_noise(gpu, plan, weights_at)
             else:
                 weights.upload(gpu, weight_file, stored, weights_at)
@@ -226,7 +227,12 @@ class CudaExecutor:
         return all(extra is None or (extra.output is None and extra.banned is None) for extra in sampling.extras or ())
 
     def forward(self, step: StepInput) -> npt.NDArray[np.float32]:
-        return self._run(step).copy()
+        most, wanted = self._max_batch_size, step.logits_indices
+        if len(wanted) <= most:
+            return self._run(step).copy()
+        # More rows than a step of sequences has: the same step again, which writes the same keys and values.
+        groups = [wanted[at : at + most] for at in range(0, len(wanted), most)]
+        return np.concatenate([self._run(step._replace(logits_indices=group)).copy() for group in groups])
 
     def warm_up(self) -> None:
         """Choose all GEMM algorithms and capture all graphs, so that no step has to. Takes seconds."""
