@@ -195,7 +195,10 @@ def block_tile_tiling(shape: GemmShape, block: BlockShape, sm: int, most_rows: i
         block_m, block_n, columns, warps, programs = most_rows, 32 if most_rows <= 16 else 64, 128, 4, 2
     columns = columns * 2 // shape.x_bytes
     units = max(1, min(columns // block.values, power_of_2(row_units)))
-    splits = 1 if most_rows is None else splits_for(-(-shape.n // block_n), -(-row_units // units), sm)
+    splits = 1
+    if most_rows is not None:
+        tiles, steps = -(-shape.n // block_n), -(-row_units // units)
+        splits = splits_for(tiles, steps, row_units * UNIT_BYTES, most_rows, sm)
     step_bytes = units * (block_n * UNIT_BYTES + block_m * block.values * shape.x_bytes)
     stages = min(stages_for(step_bytes, sm, programs), 4 if most_rows is None else 6)
     return BlockTileTiling(block_m, block_n, units, splits, warps, stages, most_rows is None and sm == 90)

@@ -114,12 +114,14 @@ def stages_for(step_bytes: int, sm: int, programs: int = 2) -> int:
     return max(2, min(7, room // step_bytes))
 
 
-def splits_for(programs: int, steps: int, sm: int) -> int:
+def splits_for(programs: int, steps: int, row_bytes: int, most_rows: int, sm: int) -> int:
     """Programs that share the sums of one tile, a power of 2 up to 8: enough for two on each processor.
 
-    Each takes at least 8 of the steps over K.
+    Each takes at least 8 of the `steps` over K, and the sums of all, which are written and read, are an eighth of the
+    weights at most. row_bytes: of a row of the weight.
     """
+    most = min(8, row_bytes // (8 * 2 * FLOATS["float32"] * most_rows))
     splits = 1
-    while splits < 8 and programs * splits < 2 * PROCESSORS[sm] and steps >= 16 * splits:
+    while 2 * splits <= most and programs * splits < 2 * PROCESSORS[sm] and steps >= 16 * splits:
         splits *= 2
     return splits

@@ -170,12 +170,15 @@ class TileTiling:
 
 def tile_tiling(shape: GemmShape, sm: int, most_rows: int = 16) -> TileTiling:
     """Return the tiling of a shape: narrow tiles, for many programs, each with as many steps on their way as fit."""
-    block_n = 32 if most_rows <= 16 else 64
-    block_k = step_of(shape.k, 256 // shape.w_bytes)
-    steps = -(-shape.k // block_k)
-    splits = splits_for(-(-shape.n // block_n), steps, sm)
-    step_bytes = block_k * (block_n * shape.w_bytes + most_rows * shape.x_bytes)
-    return TileTiling(most_rows, block_n, block_k, splits, 4, stages_for(step_bytes, sm, programs=3))
+    if most_rows <= 16:
+        block_n, step_bytes, programs = 32, 256, 3
+    else:  # rows of x weigh as much as those of w
+        block_n, step_bytes, programs = 64, 128, 2
+    block_k = step_of(shape.k, step_bytes // shape.w_bytes)
+    tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
+    splits = splits_for(tiles, steps, shape.k * shape.w_bytes, most_rows, sm)
+    loaded = block_k * (block_n * shape.w_bytes + most_rows * shape.x_bytes)
+    return TileTiling(most_rows, block_n, block_k, splits, 4, stages_for(loaded, sm, programs))
 
 
 def tile_kernel(

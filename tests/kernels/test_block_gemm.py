@@ -160,9 +160,15 @@ def test_it_compiles(block: BlockShape, sm: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("block", [replace(Q4_1, block_size=16), GPTQ, replace(PER_ROW, block_size=64)], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_block_compiles_and_fits(block: BlockShape, sm: int, dtype: str) -> None:
-    for spec in specs_of(block, sm, dtype):
+def test_every_block_compiles_and_fits(block: BlockShape, sm: int) -> None:
+    for spec in specs_of(block, sm, "float16"):
+        assert compile_spec(spec, sm).launch.shared <= SHARED_BYTES[sm] * 1024, spec.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 86, 90])
+def test_float32_compiles_and_fits(sm: int) -> None:
+    for spec in specs_of(GPTQ, sm, "float32"):
         assert compile_spec(spec, sm).launch.shared <= SHARED_BYTES[sm] * 1024, spec.name
 
 

@@ -155,6 +155,16 @@ def test_steps_over_k(k: int, step: int) -> None:
     assert step_of(k, 128) == step
 
 
-@pytest.mark.parametrize(("programs", "steps", "splits"), [(128, 32, 4), (192, 32, 2), (896, 32, 1), (8, 8, 1)])
-def test_narrow_layers_are_split(programs: int, steps: int, splits: int) -> None:
-    assert splits_for(programs, steps, 90) == splits
+@pytest.mark.parametrize(
+    ("programs", "steps", "row_bytes", "rows", "splits"),
+    [
+        (128, 32, 8192, 16, 4),
+        (192, 32, 8192, 16, 2),
+        (896, 32, 8192, 16, 1),  # processors enough
+        (8, 8, 8192, 16, 1),  # few steps to share
+        (64, 64, 8192, 64, 2),  # sums would weigh too much
+        (64, 64, 2048, 64, 1),
+    ],
+)
+def test_narrow_layers_are_split(programs: int, steps: int, row_bytes: int, rows: int, splits: int) -> None:
+    assert splits_for(programs, steps, row_bytes, rows, 90) == splits
