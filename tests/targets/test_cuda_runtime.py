@@ -121,7 +121,10 @@ def requests() -> list[Request]:
     return [Request(draw[:14], prompt=11, chunks=(5,)), Request(draw[14:18], prompt=1, arrives=2)]
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "gemma2")]
+
+
+@pytest.mark.parametrize("name", ["llama", *SLOW])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(name)
     made = planned(save_tiny(model, tmp_path / "model", tokenizer=False), sampling=False)

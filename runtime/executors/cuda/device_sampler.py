@@ -54,6 +54,7 @@ class DeviceSampler:
         self._most_logprobs = area.result_size("logprob_ids") // max_rows - 1
         self._counts = CountRows(max_rows)
         self._host = [device.allocate_host(area.result_bytes("logprobs")) for _ in range(2)]
+        self._results = [area.results(memory.bytes) for memory in self._host]
         self._arrived = [device.event() for _ in self._host]
         self._turn = 0
         self.steps: dict[str, list[KernelStep]] = {
@@ -151,18 +152,18 @@ class DeviceSampler:
             LLMBuildError: A row's logits hold NaN, or nothing but -inf.
         """
         self._device.synchronize_event(self._arrived[turn])
-        rows, held = len(batch.temperature), self._host[turn].bytes
-        status = self._area.result("status", held)[:rows]
+        rows, results = len(batch.temperature), self._results[turn]
+        status = results["status"][:rows]
         if status.any():
             raise not_finite(int(np.flatnonzero(status)[0]))
-        token_ids = self._area.result("token_ids", held)[:rows].copy()
+        token_ids = results["token_ids"][:rows].copy()
         if not choice.with_logprobs or batch.extras is None:
             return SampledTokens(token_ids, None)
         logprobs: list[TokenLogprobs | None] = [None] * rows
         width = self._most_logprobs + 1
-        ids = self._area.result("logprob_ids", held).reshape(-1, width)
-        values = self._area.result("logprobs", held).reshape(-1, width)
-        ranks = self._area.result("ranks", held)
+        ids = results["logprob_ids"].reshape(-1, width)
+        values = results["logprobs"].reshape(-1, width)
+        ranks = results["ranks"]
         for row, extra in enumerate(batch.extras):
             if extra is not None and extra.logprobs is not None:
                 kept = 1 + extra.logprobs

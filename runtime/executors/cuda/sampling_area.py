@@ -42,6 +42,7 @@ class SamplingArea:
         for memory in self._host:
             memory.bytes[:] = 0
         self._sent = [device.event() for _ in self._host]
+        self._arrays = [self._views(memory.bytes, self._offsets) for memory in self._host]
         self._turn = 0
 
     def turn(self) -> None:
@@ -51,8 +52,7 @@ class SamplingArea:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return the host's array of an input, at its full size."""
-        full = self._full(name)
-        return _view(self._host[self._turn].bytes, self._offsets[full], self._sizes[full], self._limits)
+        return self._arrays[self._turn][name]
 
     def send_rows(self, stream: Any) -> None:
         """Put one copy of all arrays that have an entry for each row into the stream."""
@@ -78,10 +78,10 @@ class SamplingArea:
         full = self._full(name)
         return self._state_offsets[full] + self.result_size(name) * ITEM_BYTES[self._sizes[full].dtype]
 
-    def result(self, name: str, held: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """Return a result's array, at its full size, in a copy of the start of the state."""
-        full = self._full(name)
-        return _view(held, self._state_offsets[full], self._sizes[full], self._limits)
+    def results(self, held: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of the results, at their full sizes, in a copy of the start of the state."""
+        inside = {name: at for name, at in self._state_offsets.items() if at < len(held)}
+        return self._views(held, inside)
 
     @property
     def state_address(self) -> int:
@@ -93,6 +93,15 @@ class SamplingArea:
             self._device.free_event(event)
         self._device.free(self._inputs)
         self._device.free(self._state)
+
+    def _views(self, memory: npt.NDArray[np.uint8], offsets: dict[str, int]) -> dict[str, npt.NDArray[Any]]:
+        """Return typed views of memory by short name."""
+        views = {}
+        for full, offset in offsets.items():
+            dtype = np.dtype(NUMPY[self._sizes[full].dtype])
+            size = evaluate(self._sizes[full].size, self._limits) * dtype.itemsize
+            views[full.removeprefix(self._prefix)] = memory[offset : offset + size].view(dtype)
+        return views
 
     def _full(self, name: str) -> str:
         return f"{self._prefix}{name}"
@@ -138,8 +147,3 @@ def sampling_bytes(plan: LaunchPlan) -> int:
 
 def _by_row(each: Input) -> bool:
     return "L" in parse(each.size).names
-
-
-def _view(memory: npt.NDArray[np.uint8], offset: int, each: Input, limits: dict[str, int]) -> npt.NDArray[Any]:
-    dtype = np.dtype(NUMPY[each.dtype])
-    return memory[offset : offset + evaluate(each.size, limits) * dtype.itemsize].view(dtype)
