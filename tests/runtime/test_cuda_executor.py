@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from llmbuild.engine.reader import open_engine
-from llmbuild.errors import ConfigError
+from llmbuild.errors import ConfigError, LLMBuildError
 from llmbuild.runtime.executors.cuda import executor as executor_module
+from llmbuild.runtime.executors.cuda.driver import CudaError
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.executors.registry import load_executor
 from llmbuild.runtime.llm import LLM
@@ -130,6 +131,23 @@ def test_serving_through_the_scheduler_equals_the_reference(
         assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
     llm.close()
     assert gpu.closed and gpu.graphs_launched
+
+
+def test_a_failure_names_its_op(engine_path: Path, gpu: FakeDevice) -> None:
+    executor = load(engine_path, num_blocks=20, graphs=False, wait=True)
+
+    def fail(device: FakeDevice, grid: Any, given: bytes) -> None:
+        def report(stream: Any) -> None:
+            raise CudaError("cuStreamSynchronize", "CUDA_ERROR_ILLEGAL_ADDRESS", "")
+
+        device.synchronize = report  # type: ignore[method-assign]
+
+    gpu.kernels["hash"] = fail
+    with pytest.raises(LLMBuildError, match=r"op 2, hash \(logits\) failed: .*ILLEGAL_ADDRESS") as caught:
+        executor.forward(step(([1, 2, 3], 3, [0])))
+    assert caught.value.where == "{'T': 3, 'B': 1, 'L': 1, 'S': 3}"
+    del gpu.synchronize  # type: ignore[attr-defined]
+    executor.close()
 
 
 def test_options_reach_the_executor(engine_path: Path, gpu: FakeDevice) -> None:

@@ -100,7 +100,7 @@ def number(text: object) -> Number:
 
 
 def kernel(name: str, *arguments: Place | Number, when: str = "always") -> KernelOp:
-    return KernelOp(kernel=name, arguments=arguments, when=when)  # type: ignore[arg-type]
+    return KernelOp(kernel=name, arguments=arguments, when=when, label="logits")  # type: ignore[arg-type]
 
 
 def plan(**changes: Any) -> LaunchPlan:

@@ -65,6 +65,7 @@ class CudaExecutor:
         graphs: Capture decode steps in CUDA graphs.
         random_weights: Fill the weights with noise instead of reading them, for benchmarks.
         tune: Time the few best algorithms of cuBLASLt for each shape once, and remember the choice.
+        wait: Without graphs, wait for each op, so that a failure of the GPU names the op that made it. Slow.
 
     Raises:
         EngineError: cuda-bindings, the driver, the GPU or its memory do not do, or the engine is damaged. Found before
@@ -82,6 +83,7 @@ class CudaExecutor:
         graphs: bool = True,
         random_weights: bool = False,
         tune: bool = True,
+        wait: bool = False,
     ) -> None:
         manifest = engine.manifest
         section = manifest.target.section
@@ -151,7 +153,7 @@ class CudaExecutor:
                 pools=pools,
                 state=area.state_addresses if area is not None else {},
             )
-            self._program = StepProgram(plan, gpu, kernels, address, library)
+            self._program = StepProgram(plan, gpu, kernels, address, library, wait=wait and not graphs)
             stack.callback(self._program.close)
             self._library = library
             self._sampler: DeviceSampler | None = None

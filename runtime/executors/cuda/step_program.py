@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from llmbuild.engine.cubin import Cubin
 from llmbuild.engine.expressions import evaluate, parse
 from llmbuild.engine.launch_plan import GemmOp, KernelOp, LaunchPlan, Limits, Place, most_bytes
-from llmbuild.runtime.executors.cuda.driver import Device, Grid
+from llmbuild.errors import LLMBuildError
+from llmbuild.runtime.executors.cuda.driver import CudaError, Device, Grid
 from llmbuild.runtime.executors.cuda.parameters import ParameterBuffer
 
 Kind = Literal["decode", "mixed"]
@@ -132,6 +133,7 @@ class StepProgram:
         kernels: Every kernel that the plan names.
         address: Where places lie.
         library: Computes GEMMs.
+        wait: Wait for each op, so that a failure names it; not while capturing.
 
     Raises:
         EngineError: The arguments of an op are not what its kernel takes.
@@ -144,23 +146,28 @@ class StepProgram:
         kernels: Mapping[str, LoadedKernel],
         address: Callable[[Place], int],
         library: GemmLibrary,
+        *,
+        wait: bool = False,
     ) -> None:
+        self._wait = wait
         self._device = device
         self._kernels = kernels
         self._address = address
         self._limits = plan.limits
         self._scratch: list[int] = []
-        steps: list[tuple[str, KernelStep | GemmStep]] = []
+        steps: list[KernelStep | GemmStep] = []
         for op in plan.ops:
             if isinstance(op, KernelOp):
-                steps.append((op.when, self.kernel_step(op)))
+                steps.append(self.kernel_step(op))
             else:
                 small = {i: [self.kernel_step(one) for one in s.launches] for i, s in enumerate(op.kernels)}
-                steps.append((op.when, GemmStep(op, small, library, address)))
+                steps.append(GemmStep(op, small, library, address))
+        bound = list(zip(plan.ops, steps, strict=True))
         self._steps: dict[Kind, list[KernelStep | GemmStep]] = {
-            "decode": [step for when, step in steps if when != "mixed"],
-            "mixed": [step for when, step in steps if when != "decode"],
+            "decode": [step for op, step in bound if op.when != "mixed"],
+            "mixed": [step for op, step in bound if op.when != "decode"],
         }
+        self._names = {id(step): f"op {number}, {name_of(op)}" for number, (op, step) in enumerate(bound)}
 
     def prepare(self, kind: Kind, sizes: StepSizes, stream: Any) -> None:
         """Make all choices that `run` of these sizes needs; may run GEMMs to time them. Not while capturing."""
@@ -171,6 +178,14 @@ class StepProgram:
         """Put the ops of this kind of step into the stream, in order."""
         for step in self._steps[kind]:
             step.run(sizes, stream)
+            if self._wait:
+                self._await(step, sizes, stream)
+
+    def _await(self, step: KernelStep | GemmStep, sizes: StepSizes, stream: Any) -> None:
+        try:
+            self._device.synchronize(stream)
+        except CudaError as error:
+            raise LLMBuildError(f"{self._names[id(step)]} failed: {error.what}", where=str(sizes.values)) from error
 
     def close(self) -> None:
         for address in self._scratch:
@@ -186,6 +201,11 @@ class StepProgram:
             scratch = self._device.allocate(scratch_bytes(kernel, self._limits))
             self._scratch.append(scratch)
         return KernelStep(op, kernel, self._device, self._address, scratch)
+
+
+def name_of(op: KernelOp | GemmOp) -> str:
+    """Return what people call an op: its kernel, or the library, and the nodes that it computes."""
+    return f"{op.kernel if isinstance(op, KernelOp) else 'GEMM'} ({op.label})"
 
 
 def scratch_bytes(kernel: LoadedKernel, limits: Limits) -> int:
