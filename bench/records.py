@@ -73,7 +73,7 @@ def write_results(name: str, records: list[dict[str, Any]]) -> Path:
 def table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
     """Print `rows` as an aligned table on stdout."""
     cells = [[str(row.get(column, "")) for column in columns] for row in rows]
-    widths = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
+    widths = [max(len(text) for text in (column, *(row[i] for row in cells))) for i, column in enumerate(columns)]
     print(f"\n# {title}")
     print("  ".join(column.ljust(width) for column, width in zip(columns, widths, strict=True)))
     for row in cells:

@@ -66,7 +66,7 @@ def test_bfloat16_picks_the_tokens_of_transformers(name: str, sm: str, tmp_path:
     half = model.to(torch.bfloat16)
     prompts = sweep_prompts()
     agreed = total = 0
-    with LLM(engine) as llm:
+    with LLM(engine, kv_cache_blocks=64) as llm:
         for prompt in prompts:
             tokens = prompt + generate(half, prompt, 24)
             expected = logits_after(half, tokens)
@@ -109,7 +109,7 @@ def test_device_and_host_sample_alike(sm: str, tmp_path: Path) -> None:
     prompts = (sweep_prompts() * 2)[: len(params)]
     results = {}
     for target, engine in engines.items():
-        with LLM(engine) as llm:
+        with LLM(engine, kv_cache_blocks=64) as llm:
             results[target] = llm.generate(prompts, params)
     for host, device in zip(results["cpu"], results["cuda"], strict=True):
         assert device.outputs[0].token_ids == host.outputs[0].token_ids

@@ -80,9 +80,9 @@ def run(name: str, directory: Path, **options_of_build: Any) -> Outcome:
     except UnsupportedError as error:
         return Outcome(refused=error.what)
     prompts = sweep_prompts()
-    served = serve(directory / "engine", prompts, MAX_TOKENS)
+    served = serve(directory / "engine", prompts, MAX_TOKENS, kv_cache_blocks=64)
     exact = all(t == generate(model, p, MAX_TOKENS) for p, t in zip(prompts, served.tokens, strict=True))
-    alone = serve(directory / "engine", prompts[-1:], MAX_TOKENS)
+    alone = serve(directory / "engine", prompts[-1:], MAX_TOKENS, kv_cache_blocks=64)
     expected = logits_after(model, prompts[-1] + alone.tokens[0])
     error = max(
         float((torch.from_numpy(logits[-1]) - expected[positions[-1]]).abs().max() / expected.abs().max())
