@@ -11,7 +11,7 @@ import pytest
 
 from llmbuild.engine.reader import open_engine
 from llmbuild.errors import ConfigError, LLMBuildError
-from llmbuild.runtime.executors.cuda import executor as executor_module
+from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.driver import CudaError
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.executors.registry import load_executor
@@ -31,7 +31,7 @@ def engine_path(tmp_path: Path) -> Path:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = fake_gpu()
-    monkeypatch.setattr(executor_module, "Device", lambda ordinal: device)
+    monkeypatch.setattr(load_module, "Device", lambda ordinal: device)
     return device
 
 
@@ -172,14 +172,14 @@ def test_random_weights_read_no_file(engine_path: Path, gpu: FakeDevice) -> None
 
 def test_a_failed_load_frees_everything(engine_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_gpu()
-    monkeypatch.setattr(executor_module, "Device", lambda ordinal: device)
+    monkeypatch.setattr(load_module, "Device", lambda ordinal: device)
     calls = []
 
     def fail(*_: Any, **__: Any) -> None:
         calls.append(device.used)
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr(executor_module.weights, "upload", fail)
+    monkeypatch.setattr(load_module.weights, "upload", fail)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         load(engine_path)
     assert calls[0] > 0 and device.closed

@@ -16,7 +16,7 @@ from llmbuild.engine.cubin import Cubin
 from llmbuild.engine.reader import open_engine
 from llmbuild.errors import EngineError, LLMBuildError
 from llmbuild.runtime.executors.cuda import driver as driver_module
-from llmbuild.runtime.executors.cuda import executor as executor_module
+from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.driver import CudaError, Device, Grid, KernelLauncher, checked
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from support.cuda_engine import KERNELS, fake_gpu, kernel, launch, plan, write_cuda_engine
@@ -29,8 +29,8 @@ def refused(path: Path, monkeypatch: pytest.MonkeyPatch, device: FakeDevice, **o
     def read(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(executor_module, "Device", lambda ordinal: device)
-    monkeypatch.setattr(executor_module.weights, "upload", read)
+    monkeypatch.setattr(load_module, "Device", lambda ordinal: device)
+    monkeypatch.setattr(load_module.weights, "upload", read)
     with pytest.raises(EngineError) as caught:
         CudaExecutor(open_engine(path), **options)
     assert device.closed, "what was allocated is freed"
@@ -211,9 +211,9 @@ import sys
 from pathlib import Path
 import support.cuda_engine as made
 from llmbuild.engine.reader import open_engine
-from llmbuild.runtime.executors.cuda import executor
+from llmbuild.runtime.executors.cuda import load
 from llmbuild.runtime.executors.registry import load_executor
-executor.Device = lambda ordinal: made.fake_gpu()
+load.Device = lambda ordinal: made.fake_gpu()
 load_executor(open_engine(made.write_cuda_engine(Path(sys.argv[1]))), num_blocks=8).close()
 heavy = ("torch", "triton", "transformers", "onnxruntime", "llmbuild.builder", "llmbuild.plugins")
 print([name for name in sys.modules if name in heavy or name.startswith(tuple(h + "." for h in heavy))])

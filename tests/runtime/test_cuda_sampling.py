@@ -10,7 +10,7 @@ import pytest
 
 from llmbuild.engine.reader import open_engine
 from llmbuild.errors import LLMBuildError
-from llmbuild.runtime.executors.cuda import executor as executor_module
+from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.count_rows import CountRows
 from llmbuild.runtime.executors.cuda.device_sampler import Choice
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
@@ -45,7 +45,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
         made.append(device)
         return device
 
-    monkeypatch.setattr(executor_module, "Device", make)
+    monkeypatch.setattr(load_module, "Device", make)
     return made
 
 

@@ -28,7 +28,7 @@ from llmbuild.engine.reader import open_engine
 from llmbuild.plugins.kernels.interpreter import interpret
 from llmbuild.plugins.kernels.spec import KernelSpec
 from llmbuild.quantization.recipes import find_recipe
-from llmbuild.runtime.executors.cuda import executor as executor_module
+from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.cublaslt import CublasLt
 from llmbuild.runtime.executors.cuda.driver import Grid
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
@@ -111,8 +111,8 @@ def tensor(device: FakeDevice, address: int, element: str) -> torch.Tensor:
 def install(monkeypatch: pytest.MonkeyPatch, made: Planned) -> FakeDevice:
     """Put a GPU that knows the plan's kernels into the executor's place for one."""
     device = FakeDevice(kernels={name: interpreted(name, spec) for name, spec in made.specs.items()})
-    monkeypatch.setattr(executor_module, "Device", lambda ordinal: device)
-    monkeypatch.setattr(executor_module, "open_library", lambda gpu: CublasLt(FakeCublasLt(device)))
+    monkeypatch.setattr(load_module, "Device", lambda ordinal: device)
+    monkeypatch.setattr(load_module, "open_library", lambda gpu: CublasLt(FakeCublasLt(device)))
     return device
 
 

@@ -13,23 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from llmbuild.engine.kernel_pack import KernelPack
-from llmbuild.engine.launch_plan import LaunchPlan
-from llmbuild.errors import EngineError
 from llmbuild.runtime.executor import StepInput
-from llmbuild.runtime.executors.cuda import memory, weights
-from llmbuild.runtime.executors.cuda.addresses import Addresses
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
-from llmbuild.runtime.executors.cuda.checks import check_gpu, load_kernels, needs_library
-from llmbuild.runtime.executors.cuda.device_sampler import DeviceSampler
-from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, CudaError, Device
-from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, memory_paths
-from llmbuild.runtime.executors.cuda.gemms import Gemms, NoGemms, open_library
 from llmbuild.runtime.executors.cuda.graphs import DecodeGraphs
-from llmbuild.runtime.executors.cuda.inputs import InputArea, input_layout
-from llmbuild.runtime.executors.cuda.logits import LogitsReader
-from llmbuild.runtime.executors.cuda.sampling_area import SamplingArea, sampling_bytes
-from llmbuild.runtime.executors.cuda.step_program import GemmLibrary, KernelStep, Kind, StepProgram, StepSizes
+from llmbuild.runtime.executors.cuda.load import Options, load, open_plan
+from llmbuild.runtime.executors.cuda.step_program import KernelStep, Kind, StepSizes
 
 if TYPE_CHECKING:
     from llmbuild.engine.reader import Engine
@@ -85,103 +73,32 @@ class CudaExecutor:
         tune: bool = True,
         wait: bool = False,
     ) -> None:
-        manifest = engine.manifest
-        section = manifest.target.section
         with ExitStack() as stack:
-            self._device = gpu = Device(device)
-            stack.callback(gpu.close)
-            check_gpu(gpu, section["sms"], engine.path)
-            plan = LaunchPlan.read(engine.file(section["plans"][str(gpu.sm)]))
-            pack = KernelPack.open(engine.file(section["kernels"][str(gpu.sm)]))
-            self.block_size = plan.limits.block_size
-            self._max_num_tokens = plan.limits.max_num_tokens
-            self._max_batch_size = plan.limits.max_batch_size
-            self._max_seq_len = manifest.limits.max_seq_len
-            self._buckets = batch_buckets(min(plan.limits.max_batch_size, plan.limits.max_num_tokens))
-            kernels = load_kernels(plan, pack, gpu)
-            weight_file = None if random_weights else engine.file(section["weights"])
-            stored = [] if weight_file is None else weights.stored_tensors(weight_file, plan)
-            with_library = needs_library(plan)
-            lt = open_library(gpu) if with_library else None
-
-            placed = weights.layout(plan)
-            needs = memory.Needs(
-                weights=placed.num_bytes,
-                arena=plan.arena_bytes,
-                inputs=input_layout(plan)[1],
-                sampling=sampling_bytes(plan),
-                workspace=memory.GEMM_WORKSPACE if with_library else 0,
-                graphs=memory.GRAPH_BYTES * len(self._buckets) * len(TAILS) if graphs else 0,
-            )
-            self.num_blocks = memory.choose_blocks(
-                plan,
-                needs,
-                free=gpu.memory()[0],
-                fraction=kv_memory_fraction,
-                max_seq_len=self._max_seq_len,
+            gpu, plan, pack = open_plan(engine, device, stack)
+            limits = plan.limits
+            self._buckets = batch_buckets(min(limits.max_batch_size, limits.max_num_tokens))
+            options = Options(
                 num_blocks=num_blocks,
-                gpu=f"GPU {gpu.ordinal}, {gpu.name}",
+                kv_memory_fraction=kv_memory_fraction,
+                num_graphs=len(self._buckets) * len(TAILS) if graphs else 0,
+                random_weights=random_weights,
+                tune=tune,
+                wait=wait and not graphs,
             )
-            try:
-                self._stream = gpu.stream()
-                stack.callback(gpu.free_stream, self._stream)
-                weights_at = _allocate(stack, gpu, placed.num_bytes)
-                arena = _allocate(stack, gpu, plan.arena_bytes)
-                slots = (self.num_blocks + 1) * self.block_size  # the last block is the padding rows'
-                pools = {pool.name: _allocate(stack, gpu, slots * pool.token_bytes) for pool in plan.pools}
-                self._inputs = InputArea(plan, gpu, dummy_block=self.num_blocks)
-                stack.callback(self._inputs.close)
-                area = None
-                if plan.sampling is not None:
-                    area = SamplingArea(plan, plan.sampling, gpu, self._stream)
-                    stack.callback(area.close)
-                library: GemmLibrary = NoGemms()
-                if lt is not None:
-                    workspace = _allocate(stack, gpu, needs.workspace)
-                    remembered = GemmMemory(f"cuBLASLt {lt.version}, {gpu.name}", memory_paths(engine.path))
-                    library = Gemms(
-                        *(gpu, lt, workspace, needs.workspace), limits=plan.limits, tune=tune, memory=remembered
-                    )
-                    stack.callback(library.close)
-            except CudaError as error:
-                raise _explained(error, needs) from error
-            address = Addresses.of(
-                plan,
-                arena=arena,
-                inputs=self._inputs.addresses | (area.addresses if area is not None else {}),
-                weights={name: weights_at + offset for name, offset in placed.offsets.items()},
-                pools=pools,
-                state=area.state_addresses if area is not None else {},
-            )
-            self._program = StepProgram(plan, gpu, kernels, address, library, wait=wait and not graphs)
-            stack.callback(self._program.close)
-            self._library = library
-            self._sampler: DeviceSampler | None = None
+            loaded = load(engine, gpu, plan, pack, options, stack)
+            self._device, self._stream = gpu, loaded.stream
+            self._inputs, self._program, self._library = loaded.inputs, loaded.program, loaded.library
+            self._sampler, self._logits = loaded.sampler, loaded.logits
+            self._limits = limits
+            self.num_blocks, self.block_size = loaded.num_blocks, limits.block_size
             self._tails: dict[str, list[KernelStep]] = {NOTHING: []}
-            if plan.sampling is not None and area is not None:
-                self._sampler = DeviceSampler(
-                    *(plan.sampling, gpu, area, self._program.kernel_step),
-                    max_rows=plan.limits.max_batch_size,
-                    vocab_size=manifest.model.vocab_size,
-                )
-                stack.callback(self._sampler.close)
+            if self._sampler is not None:
                 self._tails |= {name: self._sampler.steps[name] for name in TAILS if name != NOTHING}
-            self._graphs = None
+            self._graphs: DecodeGraphs | None = None
             if graphs:
-                self._graphs = DecodeGraphs(gpu, self._program, self._tails, longest=self._max_seq_len)
+                longest = engine.manifest.limits.max_seq_len
+                self._graphs = DecodeGraphs(gpu, self._program, self._tails, longest=longest)
                 stack.callback(self._graphs.close)
-            self._logits = LogitsReader(plan, gpu, address(plan.logits), manifest.model.vocab_size)
-            stack.callback(self._logits.close)
-
-            # Nothing is read before it is written, but what a mask hides must not be NaN either.
-            gpu.fill(arena, 0, plan.arena_bytes, self._stream)
-            for pool in plan.pools:
-                gpu.fill(pools[pool.name], 0, slots * pool.token_bytes, self._stream)
-            if weight_file is None:
-                weights.fill_with_noise(gpu, plan, weights_at)
-            else:
-                weights.upload(gpu, weight_file, stored, weights_at)
-            gpu.synchronize(self._stream)
             stack.callback(gpu.synchronize, self._stream)  # the first thing that closing does
             self._resources = stack.pop_all()
 
@@ -229,7 +146,7 @@ class CudaExecutor:
         return all(extra is None or (extra.output is None and extra.banned is None) for extra in sampling.extras or ())
 
     def forward(self, step: StepInput) -> npt.NDArray[np.float32]:
-        most, wanted = self._max_batch_size, step.logits_indices
+        most, wanted = self._limits.max_batch_size, step.logits_indices
         if len(wanted) <= most:
             return self._run(step).copy()
         # More rows than a step of sequences has: the same step again, which writes the same keys and values.
@@ -245,7 +162,7 @@ class CudaExecutor:
                 self._inputs.write(idle, bucket)
                 self._inputs.send(self._stream)
                 self._graphs.run(bucket, tail, self._stream)  # type: ignore[union-attr]
-        for tokens in batch_buckets(self._max_num_tokens):
+        for tokens in batch_buckets(self._limits.max_num_tokens):
             sizes = StepSizes(tokens=tokens, sequences=1, rows=1, longest=tokens)
             self._program.prepare("mixed", sizes, self._stream)
         self._device.synchronize(self._stream)
@@ -300,13 +217,6 @@ class CudaExecutor:
             each.run(sizes, self._stream)
 
 
-def _allocate(stack: ExitStack, device: Device, num_bytes: int) -> int:
-    """Allocate memory that the stack frees."""
-    address = device.allocate(num_bytes)
-    stack.callback(device.free, address)
-    return address
-
-
 def _idle_step(dummy_block: int, block_size: int) -> StepInput:
     """A decode step of one sequence of one token, in the block of the padding rows."""
 
@@ -321,14 +231,4 @@ def _idle_step(dummy_block: int, block_size: int) -> StepInput:
         seq_lens=array(1),
         cu_q_lens=array(0, 1),
         logits_indices=array(0),
-    )
-
-
-def _explained(error: CudaError, needs: memory.Needs) -> Exception:
-    if error.code != OUT_OF_MEMORY:
-        return error
-    return EngineError(
-        f"the GPU's memory ran out while loading: {error.what}",
-        where=f"weights {needs.weights} bytes, activations {needs.arena} bytes",
-        hint="end other processes that use the GPU, or pass a lower kv_memory_fraction",
     )
