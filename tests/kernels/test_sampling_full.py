@@ -17,7 +17,7 @@ from support.sampling_batches import make_batch, random_logits
 
 LISTED: int = sampling_edges.LISTED.value
 EDGE = 1e-5  # how far from a draw, as a share of all, its token may be
-RANDOM_ROWS = 4096 if torch.cuda.is_available() else 48  # the interpreter takes a tenth of a second for a row
+RANDOM_ROWS = 4096 if torch.cuda.is_available() else 32  # the interpreter takes a tenth of a second for a row
 
 
 def interval(logits: np.ndarray, batch: SamplingBatch, row: int, token: int) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ class Sampler:
     def __init__(
         self, columns: int, num_tokens: int, rows: int, *, dtype: str = "float32", max_rows: int = 4, tokens: int = 8
     ) -> None:
-        self.plan: SamplingPlan = sampling_plan(columns, num_tokens, dtype, max_rows, 90, entries=512)
+        self.plan: SamplingPlan = sampling_plan(columns, num_tokens, dtype, max_rows, 90, entries=1024)
         self.sizes = {"L": rows, "T": tokens}
         self.arrays: dict[str, torch.Tensor] = {
             "logits": torch.zeros(rows, columns, dtype=getattr(torch, dtype)),
