@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from llmbuild.builder.passes.edit import arguments, size
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
@@ -42,15 +45,24 @@ def experts_ops(lowered: Lowered, part: Barrier) -> None:
         scores_dtype=dtype_name(scores.meta["val"].dtype),
     )
     plan = experts_plan(shape, lowered.hardware.sm, name="experts", pdl=lowered.hardware.pdl)
-    places: dict[str, Argument] = {"tokens": Number(value="T"), "out": lowered.place(node.name)}
+    rows = str(lowered.parts.buffers[node.name].rows)  # the last layer may compute only the rows that are wanted
+
+    def of_rows(expression: str) -> str:
+        """An expression of the plan, in which T stands for the rows."""
+        return re.sub(r"\bT\b", rows, expression)
+
+    places: dict[str, Argument] = {"tokens": Number(value=rows), "out": lowered.place(node.name)}
     for name, view in zip(OPERANDS, part.inputs, strict=False):
         places[name] = lowered.place(view.buffer)
     for name, weight in zip(OPERANDS[3:], (up, down, up_bias, down_bias), strict=True):
         if weight is not None:
             places[name] = lowered.place(weight.name)
     for name, (dtype, needed) in plan.workspaces.items():
-        places[name] = lowered.workspace(f"{node.name}_{name}", dtype, needed)
+        places[name] = lowered.workspace(f"{node.name}_{name}", dtype, of_rows(needed))
     for spec in plan.specs:
         named = plan.arguments[spec.name]
+        x, y, z = map(of_rows, spec.grid)
         ordered = tuple(places[named[argument]] for argument in spec.signature)
-        lowered.ops.append(KernelOp(kernel=lowered.kernel(spec), arguments=ordered, label=node.name))
+        lowered.ops.append(
+            KernelOp(kernel=lowered.kernel(replace(spec, grid=(x, y, z))), arguments=ordered, label=node.name)
+        )
