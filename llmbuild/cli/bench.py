@@ -10,11 +10,11 @@ import typer
 
 from llmbuild.cli.console import print_table
 from llmbuild.cli.errors import reporting
+from llmbuild.cli.sampling import Gpu, KvMemory, Threads
 
 app = typer.Typer(help="Measure an engine on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 EngineArgument = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine directory.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; left out: the target chooses.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
 OutputJson = Annotated[Path | None, typer.Option("--output-json", help="Also write the records there, one a line.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON lines without the table.")]
@@ -29,6 +29,8 @@ def latency(
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before measuring.")] = 2,
     num_iters: Annotated[int, typer.Option(min=1, help="Batches measured.")] = 10,
     threads: Threads = None,
+    device: Gpu = None,
+    kv_memory_fraction: KvMemory = None,
     seed: Seed = 0,
     output_json: OutputJson = None,
     as_json: AsJson = False,
@@ -38,7 +40,7 @@ def latency(
         from llmbuild import LLM
         from llmbuild.benchmark import measure_latency
 
-        with LLM(engine, num_threads=threads) as llm:
+        with LLM(engine, num_threads=threads, device=device, kv_memory_fraction=kv_memory_fraction) as llm:
             record = measure_latency(
                 llm,
                 batch_size=batch_size,
@@ -66,6 +68,8 @@ def throughput(
         ),
     ] = None,
     threads: Threads = None,
+    device: Gpu = None,
+    kv_memory_fraction: KvMemory = None,
     seed: Seed = 0,
     output_json: OutputJson = None,
     as_json: AsJson = False,
@@ -75,7 +79,7 @@ def throughput(
         from llmbuild import AsyncLLM
         from llmbuild.benchmark import measure_throughput
 
-        llm = AsyncLLM(engine, num_threads=threads)
+        llm = AsyncLLM(engine, num_threads=threads, device=device, kv_memory_fraction=kv_memory_fraction)
         try:
             record = measure_throughput(
                 llm,

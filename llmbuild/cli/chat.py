@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmbuild.cli.errors import reporting
-from llmbuild.cli.sampling import MaxTokens, Seed, Temperature, Threads, TopP, sampling_params
+from llmbuild.cli.sampling import Gpu, KvMemory, MaxTokens, Seed, Temperature, Threads, TopP, sampling_params
 
 if TYPE_CHECKING:
     from llmbuild.runtime.llm import LLM
@@ -24,12 +24,14 @@ def chat(
     top_p: TopP = None,
     seed: Seed = None,
     threads: Threads = None,
+    device: Gpu = None,
+    kv_memory_fraction: KvMemory = None,
 ) -> None:
     """Talk to an engine. /reset forgets the conversation, /exit or end of input leaves."""
     with reporting():
         from llmbuild import LLM
 
-        with LLM(engine, num_threads=threads) as llm:
+        with LLM(engine, num_threads=threads, device=device, kv_memory_fraction=kv_memory_fraction) as llm:
             params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
             Conversation(llm, params, system, interactive=sys.stdin.isatty()).run()
 

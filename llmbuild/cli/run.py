@@ -10,7 +10,7 @@ import typer
 
 from llmbuild.cli.console import print_json, stdout_kept_clean
 from llmbuild.cli.errors import reporting
-from llmbuild.cli.sampling import MaxTokens, Seed, Temperature, Threads, TopP, sampling_params
+from llmbuild.cli.sampling import Gpu, KvMemory, MaxTokens, Seed, Temperature, Threads, TopP, sampling_params
 
 if TYPE_CHECKING:
     from llmbuild.runtime.outputs import RequestOutput
@@ -25,6 +25,8 @@ def run(
     top_p: TopP = None,
     seed: Seed = None,
     threads: Threads = None,
+    device: Gpu = None,
+    kv_memory_fraction: KvMemory = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when finished, instead of streaming.")
     ] = False,
@@ -33,7 +35,7 @@ def run(
     with reporting(as_json=as_json):
         from llmbuild import LLM
 
-        with LLM(engine, num_threads=threads) as llm:
+        with LLM(engine, num_threads=threads, device=device, kv_memory_fraction=kv_memory_fraction) as llm:
             params = sampling_params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
             if chat:
                 outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)

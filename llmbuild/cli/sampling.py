@@ -20,6 +20,14 @@ Temperature = Annotated[
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that add up to this probability.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; left out: the target chooses.")]
+Gpu = Annotated[int | None, typer.Option("--device", min=0, help="Number of the GPU, cuda engines only. Default: 0.")]
+KvMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-memory-fraction",
+        help="How much of the memory left free may hold KV blocks, cuda engines only. Default: 0.9.",
+    ),
+]
 
 
 def sampling_params(

@@ -55,6 +55,15 @@ def test_damaged_engine_is_refused(invoke, engine, command):
     assert "error: the engine is damaged: weights/model.safetensors: truncated: 5 bytes, expected 5120" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["chat", "bench latency", "bench throughput", "run -p x"])
+@pytest.mark.parametrize("option", ["--device 1", "--kv-memory-fraction 0.5"])
+def test_options_of_the_cuda_target_reach_the_executor(invoke, engine, command, option):
+    result = invoke(*command.split(), engine, *option.split())
+    assert result.exit_code == 2
+    name = option.split()[0].removeprefix("--").replace("-", "_")
+    assert f"error: the cpu target has no option {name!r}" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["verify", "inspect", "chat", "bench latency", "run -p x"])
 def test_engine_of_a_newer_format_is_refused(invoke, engine, command):
     raw = (engine / "engine.json").read_bytes().replace(b'"format_version": 1', b'"format_version": 2')
