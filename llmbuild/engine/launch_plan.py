@@ -111,7 +111,7 @@ class GemmOp(Section):
     rows: M. n, k: sizes. batch: i. dtype: of x, weight, bias and out. Strides in elements: x_stride, out_stride from
     row to row; *_batch from one i to the next. weight_layout: "nk", rows of k numbers, or "kn"; weight_stride from row
     to row of what is stored. kernels: those used instead of the GEMM library, the first that takes so many rows;
-    most_rows rise.
+    most_rows rise. Where one of them takes any number, the weight may be in a form that only they read.
     """
 
     op: Literal["gemm"] = "gemm"

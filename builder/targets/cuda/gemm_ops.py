@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.views import NoRule
 from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp, Number, SmallGemm
-from llmbuild.plugins.kernels.gemm_shape import VECTOR_BYTES, GemmShape
+from llmbuild.plugins.kernels.gemm_shape import VECTOR_BYTES, GemmShape, SmallKernel
 from llmbuild.plugins.kernels.small_gemm import small_gemm
 
 aten = torch.ops.aten
@@ -70,8 +71,7 @@ def small_kernels(lowered: Lowered, part: Barrier, rows: str, layout: str, x_str
     node, view = part.node, part.inputs[0]
     weight, bias = operands(node)
     out = lowered.parts.buffers[node.name]
-    aligned = all(number * out.dtype.itemsize % VECTOR_BYTES == 0 for number in (x_stride, view.offset))
-    if not lowered.hardware.small_gemms or layout != "nk" or not aligned:
+    if not lowered.hardware.small_gemms or layout != "nk" or not is_aligned(view, x_stride, out.dtype):
         return ()
     n, k = (int(dim) for dim in size(weight))
     shape = GemmShape(n, k, dtype_name(out.dtype), bias=bias is not None)
@@ -85,8 +85,21 @@ def small_kernels(lowered: Lowered, part: Barrier, rows: str, layout: str, x_str
     }
     if bias is not None:
         places["bias"] = lowered.place(bias.name)
+    small = small_gemm(shape, lowered.hardware.sm, name=f"gemm_{n}x{k}", pdl=lowered.hardware.pdl)
+    return small_launches(lowered, node, small, places)
+
+
+def is_aligned(view: View, x_stride: int, dtype: torch.dtype) -> bool:
+    """Whether rows of x start at multiples of what the kernels read at once."""
+    return all(number * dtype.itemsize % VECTOR_BYTES == 0 for number in (x_stride, view.offset))
+
+
+def small_launches(
+    lowered: Lowered, node: fx.Node, kernels: Sequence[SmallKernel], places: Mapping[str, Argument]
+) -> tuple[SmallGemm, ...]:
+    """Return the launches of kernels, each with workspaces of its own; places: by names of arguments."""
     found = []
-    for small in small_gemm(shape, lowered.hardware.sm, name=f"gemm_{n}x{k}", pdl=lowered.hardware.pdl):
+    for small in kernels:
         mine = dict(places)
         for name, (dtype, needed) in small.workspaces.items():
             mine[name] = lowered.workspace(f"{node.name}_{name}_{small.most_rows}", dtype, str(needed))

@@ -24,11 +24,11 @@ BARRIERS: dict[Any, tuple[str, tuple[int, ...]]] = {
     aten.mm.default: ("gemm", (0,)),
     aten.matmul.default: ("gemm", (0,)),
     aten.bmm.default: ("batched_gemm", (0,)),
-    llmbuild.linear_blockwise.default: ("gemm", (0,)),
+    llmbuild.linear_blockwise.default: ("block_gemm", (0,)),
     llmbuild.paged_attention.default: ("attention", (0, 1, 2)),
     llmbuild.moe_experts.default: ("experts", (0, 1, 2)),
-    llmbuild.moe_experts_blockwise.default: ("experts", (0, 1, 2)),
-    llmbuild.embedding_blockwise.default: ("embedding", (0,)),
+    llmbuild.moe_experts_blockwise.default: ("block_experts", (0, 1, 2)),
+    llmbuild.embedding_blockwise.default: ("block_embedding", (0,)),
 }
 
 

@@ -2,7 +2,7 @@
 
 partition.py    the graph as barriers and row programs
 lowering.py     each part as ops, with the kernels, weights and workspaces that they need
-  attention_ops.py, gemm_ops.py, experts_ops.py: one kind of barrier each
+  attention_ops.py, gemm_ops.py, experts_ops.py, blockwise_ops.py: one kind of barrier each
 planner.py      places of the buffers in the arena
 """
 
@@ -16,6 +16,7 @@ from torch import fx
 from llmbuild.builder.ir import Program, WeightExpr, raise_unsupported
 from llmbuild.builder.targets.base import Limits as EngineLimits
 from llmbuild.builder.targets.cuda.attention_ops import attention_ops
+from llmbuild.builder.targets.cuda.blockwise_ops import block_embedding_op, block_gemm_op
 from llmbuild.builder.targets.cuda.buffers import Buffer, whole
 from llmbuild.builder.targets.cuda.experts_ops import experts_ops
 from llmbuild.builder.targets.cuda.gemm_ops import gemm_op
@@ -45,6 +46,8 @@ BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
     "gemm": gemm_op,
     "batched_gemm": gemm_op,
     "experts": experts_ops,
+    "block_gemm": block_gemm_op,
+    "block_embedding": block_embedding_op,
 }
 
 

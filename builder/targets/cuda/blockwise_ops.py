@@ -1,0 +1,139 @@
+"""Products with block-quantized weights, and lookups in such tables, in a plan."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, fx
+
+from llmbuild.builder.ir import Map
+from llmbuild.builder.passes.edit import arguments, size
+from llmbuild.builder.targets.cuda.gemm_ops import flat_rows, is_aligned, small_launches
+from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
+from llmbuild.builder.targets.cuda.partition import Barrier
+from llmbuild.builder.targets.cuda.views import NoRule
+from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp, Number, Place
+from llmbuild.plugins.kernels.block_gemm import block_gemm
+from llmbuild.plugins.kernels.block_layout import BlockShape, pack_blocks
+from llmbuild.plugins.kernels.embedding_blockwise import embedding_blockwise_spec
+from llmbuild.plugins.kernels.gemm_shape import GemmShape
+
+
+def block_gemm_op(lowered: Lowered, part: Barrier) -> None:
+    """Add one `linear_blockwise`, which kernels of the engine compute for any number of rows.
+
+    Raises:
+        NoRule: Its rows do not lie below each other in 16-byte steps, or there are no kernels for such blocks.
+    """
+    node, view = part.node, part.inputs[0]
+    _, q, scale, offset, bias, bits, block_size, zero = arguments(node)
+    out = lowered.parts.buffers[node.name]
+    rows, x_stride, x_batch, out_stride, out_batch = flat_rows(node, view, out)
+    if not is_aligned(view, x_stride, out.dtype):
+        raise NoRule(node, f"rows that lie {x_stride} elements apart, which is no multiple of 16 bytes")
+    n, k = (int(dim) for dim in size(q))
+    weight = Blocks(lowered, node, q, scale, offset, (bits, block_size, zero))
+    shape = GemmShape(n, k, dtype_name(out.dtype), bias=bias is not None)
+    places: dict[str, Argument] = {
+        "x": lowered.place(view.buffer, view.offset),
+        "w": weight.values,
+        "w_scale": lowered.place(scale.name),
+        "out": lowered.place(node.name),
+        "x_stride": Number(value=str(x_stride)),
+        "out_stride": Number(value=str(out_stride)),
+        "rows": Number(value=rows),
+    }
+    for name, operand in (("w_offset", offset), ("bias", bias)):
+        if operand is not None:
+            places[name] = lowered.place(operand.name)
+    hardware = lowered.hardware
+    try:
+        small = block_gemm(shape, weight.shape, hardware.sm, name=f"block_gemm_{n}x{k}", rows=rows, pdl=hardware.pdl)
+    except ValueError as error:
+        raise NoRule(node, str(error)) from None
+    lowered.ops.append(
+        GemmOp(
+            x=lowered.place(view.buffer, view.offset),
+            weight=weight.values,
+            bias=None if bias is None else lowered.place(bias.name),
+            out=lowered.place(node.name),
+            rows=rows,
+            n=n,
+            k=k,
+            batch=1,
+            dtype=dtype_name(out.dtype),
+            x_stride=x_stride,
+            x_batch=x_batch,
+            weight_layout="nk",
+            weight_stride=k,
+            weight_batch=0,
+            out_stride=out_stride,
+            out_batch=out_batch,
+            kernels=small_launches(lowered, node, small, places),
+            label=node.name,
+        )
+    )
+
+
+def block_embedding_op(lowered: Lowered, part: Barrier) -> None:
+    """Add one `embedding_blockwise`.
+
+    Raises:
+        NoRule: There are no kernels for such blocks, or ids are not int32.
+    """
+    node, view = part.node, part.inputs[0]
+    ids, q, scale, offset, bits, block_size, zero, dtype = arguments(node)
+    if ids.meta["val"].dtype != torch.int32 or view.offset or len(view.shape) != 1:
+        raise NoRule(node, f"ids of {ids.meta['val'].dtype} {list(view.shape)}")
+    weight = Blocks(lowered, node, q, scale, offset, (bits, block_size, zero))
+    try:
+        spec = embedding_blockwise_spec(
+            "embedding", weight.shape, k=int(size(q)[1]), dtype=dtype_name(dtype), pdl=lowered.hardware.pdl
+        )
+    except ValueError as error:
+        raise NoRule(node, str(error)) from None
+    places: dict[str, Argument] = {
+        "ids": lowered.place(view.buffer),
+        "w": weight.values,
+        "w_scale": lowered.place(scale.name),
+        "out": lowered.place(node.name),
+    }
+    if offset is not None:
+        places["w_offset"] = lowered.place(offset.name)
+    ordered = tuple(places[name] for name in spec.signature)
+    lowered.ops.append(KernelOp(kernel=lowered.kernel(spec), arguments=ordered, label=node.name))
+
+
+class Blocks:
+    """A weight in blocks: how it is held (`shape`), and where its packed values lie (`values`).
+
+    Raises:
+        NoRule: There are no kernels for such blocks.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        node: fx.Node,
+        q: fx.Node,
+        scale: fx.Node,
+        offset: fx.Node | None,
+        form: tuple[int, int, int],
+    ) -> None:
+        bits, block_size, zero = form
+        try:
+            self.shape = BlockShape(bits, block_size, zero, offset is not None, dtype_name(scale.meta["val"].dtype))
+        except ValueError as error:
+            raise NoRule(node, str(error)) from None
+        n, k = (int(dim) for dim in size(q))
+        packed = (n, self.shape.units(k) * 16)
+        source = lowered.program.weights[q.name]
+        label = f"packed values of {q.name}"
+        self.values: Place = lowered.weight(
+            f"{q.name}_packed", Map(source, partial(pack, bits), packed, torch.uint8, label, rowwise=True)
+        )
+
+
+def pack(bits: int, q: Tensor) -> Tensor:
+    return torch.from_numpy(pack_blocks(q.numpy(), bits))

@@ -1,0 +1,96 @@
+"""Launch plans of tiny models: quantized weights, products of few rows, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.ir import Program
+from llmbuild.builder.oracle import Oracle
+from llmbuild.builder.pipeline import optimize
+from llmbuild.builder.targets.base import Limits
+from llmbuild.builder.targets.cuda import lowering
+from llmbuild.builder.targets.cuda.lowering import Planned, plan_program
+from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
+from llmbuild.engine.launch_plan import GemmOp
+from llmbuild.errors import UnsupportedError
+from llmbuild.plugins.attention_reference import PagedState
+from llmbuild.quantization.recipes import find_recipe
+from support.packed_driver import Request, drive
+from support.plans import HARDWARE
+from support.tiny_models import save_tiny, tiny_model
+
+LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
+
+
+def program_of(family: str, directory: Path, recipe: str = "none", dtype: torch.dtype = torch.float32) -> Program:
+    path = save_tiny(tiny_model(family), directory / "model", tokenizer=False)
+    program = load_program(path, dtype=dtype)
+    optimize(program, find_recipe(recipe))
+    return program
+
+
+def difference(program: Program, planned: Planned) -> float:
+    """Return the largest difference to the oracle, relative to the largest logit."""
+    draw = np.random.default_rng(1).integers(3, 250, 26).tolist()
+    requests = [Request(draw[:20], prompt=18), Request(draw[20:24], prompt=1, arrives=1)]
+    state, oracle = PagedState(num_blocks=8, block_size=8), Oracle(program)
+    run = PlanInterpreter(planned, num_blocks=8).forward
+    expected = np.concatenate(drive(lambda s: oracle.run(s, state).numpy(), requests, num_blocks=8, all_rows=False))
+    found = np.concatenate(drive(run, requests, num_blocks=8, all_rows=False))
+    asked = ~np.isnan(expected).any(axis=1)
+    return float(np.abs(found - expected)[asked].max() / np.abs(expected[asked]).max())
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "int8-wo"), ("gemma2", "int4-wo")])
+def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(
+    family: str, recipe: str, tmp_path: Path
+) -> None:
+    """18 rows, few and one: a kernel for each, none for the library."""
+    program = program_of(family, tmp_path, recipe)
+    planned = plan_program(program, LIMITS, HARDWARE)
+    products = [op for op in planned.plan.ops if isinstance(op, GemmOp)]
+    assert products and all(op.kernels[-1].most_rows is None for op in products)
+    packed = [weight for weight in planned.plan.weights if weight.name.endswith("_packed")]
+    assert packed and all(weight.dtype == "uint8" for weight in packed)
+    assert difference(program, planned) < 1e-5
+
+
+def test_products_of_few_rows_are_computed_by_kernels_of_the_engine(tmp_path: Path) -> None:
+    program = program_of("llama", tmp_path)
+    planned = plan_program(program, LIMITS, dataclasses.replace(HARDWARE, small_gemms=True))
+    products = [op for op in planned.plan.ops if isinstance(op, GemmOp)]
+    assert all(op.kernels[0].most_rows == 1 for op in products)
+    assert all(op.kernels_for(1000) is None for op in products)
+    assert difference(program, planned) < 1e-5
+
+
+def test_experts_in_blocks_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"moe_experts_blockwise.*no kernels for block_experts yet"):
+        plan_program(program_of("mixtral", tmp_path, "int8-wo"), LIMITS, HARDWARE)
+
+
+def test_logits_of_a_half_precision_model_are_not_widened(tmp_path: Path) -> None:
+    planned = plan_program(program_of("llama", tmp_path, dtype=torch.bfloat16), LIMITS, HARDWARE)
+    assert planned.plan.logits_dtype == "bfloat16"
+
+
+def test_sampling_is_in_the_plan_unless_the_vocabulary_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of("llama", tmp_path)
+    hardware = dataclasses.replace(HARDWARE, sampling=True)
+    sampling = plan_program(program, LIMITS, hardware).plan.sampling
+    assert sampling is not None and sampling.num_tokens == program.info.vocab_size
+    monkeypatch.setattr(lowering, "MOST_TOKENS", sampling.num_tokens - 1)
+    assert plan_program(program, LIMITS, hardware).plan.sampling is None
+
+
+def test_the_arena_is_no_larger_than_what_lives_at_once_needs_by_much(tmp_path: Path) -> None:
+    planned = plan_program(program_of("gemma2", tmp_path), LIMITS, HARDWARE)
+    assert planned.needed <= planned.plan.arena_bytes <= 1.25 * planned.needed
