@@ -20,13 +20,12 @@ from llmbuild.plugins.kernels.interpreter import interpret
 if TYPE_CHECKING:
     from llmbuild.builder.targets.cuda.lowering import Planned
     from llmbuild.runtime.executor import StepInput
-    from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
 
 NAN = 0xFF  # as every byte of a float: NaN; of an integer: -1
 
 
 class PlanInterpreter:
-    """An executor of a plan.
+    """Runs the steps of a plan.
 
     Args:
         planned: The plan with its kernels and weights.
@@ -46,11 +45,6 @@ class PlanInterpreter:
         self.buffers = {buffer.name: buffer for buffer in self.plan.buffers}
         self.inputs: dict[str, Tensor] = {}
         self.sizes: dict[str, int] = {}
-
-    def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
-        from llmbuild.runtime.sampler import sample
-
-        return sample(self.forward(step), sampling)
 
     def forward(self, step: StepInput) -> npt.NDArray[np.float32]:
         """Run one step; return float32 logits [L, V]."""
