@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from llmbuild.plugins.kernels.block_layout import UNIT_BYTES, BlockShape
-from llmbuild.plugins.kernels.block_tile import high_half, load_scales, low_half
+from llmbuild.plugins.kernels.block_step import add_step, columns_of, load_x
 from llmbuild.plugins.kernels.gemm_shape import (
     VECTOR_BYTES,
     GemmShape,
@@ -83,28 +83,21 @@ def block_tile_gemm(
             prefetch_rows(w, row, begin * 16, end * 16, ROW_UNITS * 16, 1, 4)
         tl.extra.cuda.gdc_wait()
 
-    byte = tl.arange(0, UNITS * 16)
-    column = byte // 16 * VALUES + byte % 16  # of the value in the low half
+    column = columns_of(BITS, UNITS)
     x_rows = x + m.to(tl.int64)[:, None] * (x_stride // X_ALIGN * X_ALIGN)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(begin, end, UNITS):
-        if ROW_UNITS % UNITS == 0:
-            units = tl.load(w + row[:, None] * (ROW_UNITS * 16) + (start * 16 + byte)[None, :])
-        else:
-            inside = (start * 16 + byte < ROW_UNITS * 16)[None, :]
-            units = tl.load(w + row[:, None] * (ROW_UNITS * 16) + (start * 16 + byte)[None, :], mask=inside, other=0)
         k = start * VALUES + column
-        x_tile = load_x(x_rows, k, live, K, UNITS * VALUES)
-        k_unit = (start + tl.arange(0, UNITS)) * VALUES
-        factor, rest = affine(w_scale, w_offset, row, k_unit, K, BITS, BLOCK_SIZE, ZERO, UNITS, BLOCK_N)
-        acc = multiply(x_tile, low_half(units, BITS) * factor + rest, acc, SWAP)
+        x_low = load_x(x_rows, k, live, K, UNITS * VALUES)
+        x_high = x_low
         if BITS == 4:
-            if BLOCK_SIZE % VALUES != 0 and BLOCKS > 1:  # the halves of a unit belong to different blocks
-                factor, rest = affine(w_scale, w_offset, row, k_unit + 16, K, BITS, BLOCK_SIZE, ZERO, UNITS, BLOCK_N)
-            acc = multiply(load_x(x_rows, k + 16, live, K, UNITS * VALUES), high_half(units) * factor + rest, acc, SWAP)
+            x_high = load_x(x_rows, k + 16, live, K, UNITS * VALUES)
+        acc = add_step(
+            acc, x_low, x_high, w, w_scale, w_offset, row, start, K, BITS, BLOCK_SIZE, ZERO, UNITS, BLOCK_N, SWAP
+        )
     if SWAP:
         acc = tl.trans(acc)
 
@@ -117,60 +110,6 @@ def block_tile_gemm(
         tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
     else:
         tl.store(partial + (split * BLOCK_M + m[:, None]) * N + n[None, :], acc, mask=mask)
-
-
-@triton.jit
-def load_x(x_rows, k, live, K: tl.constexpr, STEP: tl.constexpr):
-    if K % STEP == 0:
-        tile = tl.load(x_rows + k[None, :], mask=live, other=0.0)
-    else:
-        tile = tl.load(x_rows + k[None, :], mask=live & (k < K)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def affine(
-    w_scale,
-    w_offset,
-    row,
-    k,
-    K: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ZERO: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Factor and rest that make weights of what `low_half` gives, float32 [BLOCK_N, UNITS * 16], or [BLOCK_N, 1] where
-    all units of a step are in one block. k int [UNITS]: first column of each unit."""
-    if BLOCK_SIZE >= K or BLOCK_SIZE % (UNITS * (128 // BITS)) == 0:
-        k = tl.min(k, 0) + tl.arange(0, 1)
-    mask = (k < K)[None, :]
-    scale = load_scales(w_scale, row[:, None], k[None, :], mask, K, BLOCK_SIZE)
-    factor = (1 << BITS) * scale
-    rest = -((1 << BITS) + ZERO) * scale
-    if w_offset is not None:
-        rest += load_scales(w_offset, row[:, None], k[None, :], mask, K, BLOCK_SIZE)
-    if BLOCK_SIZE < K and BLOCK_SIZE % (UNITS * (128 // BITS)) != 0:
-        factor = repeat(factor, UNITS, BLOCK_N)
-        rest = repeat(rest, UNITS, BLOCK_N)
-    return factor, rest
-
-
-@triton.jit
-def repeat(values, UNITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N, UNITS] -> [BLOCK_N, UNITS * 16], each 16 times."""
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [BLOCK_N, UNITS, 16]), [BLOCK_N, UNITS * 16])
-
-
-@triton.jit
-def multiply(x_tile, weights, acc, SWAP: tl.constexpr):
-    w_tile = weights.to(x_tile.dtype)
-    if SWAP:
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
-    return acc
 
 
 @dataclass(frozen=True)

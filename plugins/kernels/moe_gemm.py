@@ -42,13 +42,7 @@ def expert_gemm(
     w [E, HALVES * N, K], bias [E, HALVES * N] or None, out [pairs, N]. HALVES 2: gate rows come first, and the result
     is activation(min(gate, LIMIT)) · (clip(up, -LIMIT, LIMIT) + SHIFT). ACTIVATION None: none, with HALVES 1.
     """
-    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    blocks = tl.num_programs(0) // TILES
-    group = tl.program_id(0) // (GROUP * TILES)
-    width = tl.minimum(blocks - group * GROUP, GROUP)
-    within = tl.program_id(0) - group * (GROUP * TILES)
-    block = group * GROUP + within % width
-    first = within // width * BLOCK_N
+    block, first = place_of_program(N, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -80,21 +74,54 @@ def expert_gemm(
                     up_tile = tl.load(w_rows + (N * K + start), mask=inside, other=0.0)
                 up = tl.dot(a_tile, tl.trans(up_tile), up, input_precision="ieee")
 
-        if bias is not None:
-            biases = bias + expert * (HALVES * N) + first + row
-            acc += tl.load(biases).to(tl.float32)[None, :]
-            if HALVES == 2:
-                up += tl.load(biases + N).to(tl.float32)[None, :]
+        finish(acc, up, bias, out, expert, pair, first, row, N, HALVES, ACTIVATION, SLOPE, LIMIT, SHIFT, BLOCK_N)
+
+
+@triton.jit
+def place_of_program(N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block and first column of a program of a grid of blocks * tiles of N: GROUP blocks, then the next tile."""
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    blocks = tl.num_programs(0) // TILES
+    group = tl.program_id(0) // (GROUP * TILES)
+    width = tl.minimum(blocks - group * GROUP, GROUP)
+    within = tl.program_id(0) - group * (GROUP * TILES)
+    return group * GROUP + within % width, within // width * BLOCK_N
+
+
+@triton.jit
+def finish(
+    acc,
+    up,
+    bias,
+    out,
+    expert,
+    pair,
+    first,
+    row,
+    N: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bias and activation of the sums of a tile, gate (or all) in acc and up, and the rows of its pairs in out."""
+    if bias is not None:
+        biases = bias + expert * (HALVES * N) + first + row
+        acc += tl.load(biases).to(tl.float32)[None, :]
         if HALVES == 2:
-            if LIMIT is not None:
-                acc = tl.minimum(acc, LIMIT)
-                up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-            acc = activate(acc, ACTIVATION, SLOPE) * (up + SHIFT)
-        elif ACTIVATION is not None:
-            acc = activate(acc, ACTIVATION, SLOPE)
-        n = first + tl.arange(0, BLOCK_N)
-        places = out + tl.maximum(pair, 0).to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(places, acc.to(out.dtype.element_ty), mask=live & (n < N)[None, :])
+            up += tl.load(biases + N).to(tl.float32)[None, :]
+    if HALVES == 2:
+        if LIMIT is not None:
+            acc = tl.minimum(acc, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        acc = activate(acc, ACTIVATION, SLOPE) * (up + SHIFT)
+    elif ACTIVATION is not None:
+        acc = activate(acc, ACTIVATION, SLOPE)
+    n = first + tl.arange(0, BLOCK_N)
+    places = out + tl.maximum(pair, 0).to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), mask=(pair >= 0)[:, None] & (n < N)[None, :])
 
 
 @dataclass(frozen=True)

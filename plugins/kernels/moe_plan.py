@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmbuild.plugins.kernels.block_layout import BlockShape
 from llmbuild.plugins.kernels.gemm_shape import FLOATS, power_of_2, stages_for, step_of
+from llmbuild.plugins.kernels.moe_block_gemm import expert_block_gemm
 from llmbuild.plugins.kernels.moe_gemm import ExpertTiling, expert_gemm
 from llmbuild.plugins.kernels.moe_shape import ExpertsPlan, ExpertsShape
 from llmbuild.plugins.kernels.moe_sort import blocks_text, sort_spec
@@ -51,10 +53,18 @@ def tiling(height: int, k: int, halves: int, dtype: str, sm: int) -> ExpertTilin
 
 
 def experts_plan(
-    shape: ExpertsShape, sm: int, *, name: str, tilings: tuple[Regime, ...] | None = None, pdl: bool = False
+    shape: ExpertsShape,
+    sm: int,
+    *,
+    name: str,
+    blocks: tuple[BlockShape, BlockShape] | None = None,
+    tilings: tuple[Regime, ...] | None = None,
+    pdl: bool = False,
 ) -> ExpertsPlan:
     """Plan a layer's experts.
 
+    blocks: how up and down are held where they are block-quantized (`llmbuild::moe_experts_blockwise`): the kernels
+    take the packed rows of all experts as `up` and `down`, and up_scale, up_offset, down_scale, down_offset beside.
     sm: compute capability as 90. name: of the kernels is this and something after it. pdl: each kernel may start
     before the one before it ends, and waits where it needs its results (SM 90 and up).
     """
@@ -76,16 +86,29 @@ def experts_plan(
         sort = f"{name}_sort_{height}"
         chunk = 256 if height == HEIGHTS[0] else 2048
         add(sort_spec(shape, name=sort, block_m=height, chunk=chunk, present=present, pdl=pdl))
-        up = product(shape, regime.up, f"{name}_up_{height}", present, first=True, pdl=pdl)
-        add(up, a="x", w="up", bias="up_bias", out="hidden")
-        down = product(shape, regime.down, f"{name}_down_{height}", present, first=False, pdl=pdl)
-        add(down, a="hidden", w="down", bias="down_bias", out="results")
+        of_up, of_down = blocks or (None, None)
+        up = product(shape, regime.up, f"{name}_up_{height}", present, first=True, block=of_up, pdl=pdl)
+        add(up, a="x", out="hidden", **weight_names("up"))
+        down = product(shape, regime.down, f"{name}_down_{height}", present, first=False, block=of_down, pdl=pdl)
+        add(down, a="hidden", out="results", **weight_names("down"))
     add(sum_spec(shape, f"{name}_sum", pdl=pdl))
     return ExpertsPlan(tuple(specs), workspaces(shape, tilings), arguments)
 
 
+def weight_names(linear: str) -> dict[str, str]:
+    """What the arguments of a product are called for one of the two linears."""
+    return {"w": linear, "bias": f"{linear}_bias", "w_scale": f"{linear}_scale", "w_offset": f"{linear}_offset"}
+
+
 def product(
-    shape: ExpertsShape, tiling: ExpertTiling, name: str, present: str, *, first: bool, pdl: bool
+    shape: ExpertsShape,
+    tiling: ExpertTiling,
+    name: str,
+    present: str,
+    *,
+    first: bool,
+    block: BlockShape | None,
+    pdl: bool,
 ) -> KernelSpec:
     """Return one of the two linears of the experts."""
     n, k = (shape.intermediate, shape.hidden) if first else (shape.hidden, shape.intermediate)
@@ -100,17 +123,22 @@ def product(
         "SHIFT": shape.shift if first and shape.gated else 0.0,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
-        "BLOCK_K": tiling.block_k,
         "PDL": pdl,
     }
     given = shape.types()
     types = dict.fromkeys(("a", "w", "out"), given["x"]) | {key: given[key] for key in ("order", "block_experts")}
     if shape.up_bias if first else shape.down_bias:
         types["bias"] = given["x"]
+    function = expert_gemm if block is None else expert_block_gemm
+    if block is None:
+        constants["BLOCK_K"] = tiling.block_k
+    else:
+        constants |= block.constants(k) | {"UNITS": max(1, tiling.block_k // block.values)}
+        types |= block.types()
     return KernelSpec(
         name,
-        expert_gemm,
-        **arguments_of(expert_gemm, types, constants),
+        function,
+        **arguments_of(function, types, constants),
         grid=(f"{blocks_text(shape, tiling.block_m)} * {-(-n // tiling.block_n)}", "1", present),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

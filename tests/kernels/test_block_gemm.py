@@ -14,32 +14,19 @@ from hypothesis import strategies as st
 from llmbuild.builder.targets.cuda.aot import compile_spec
 from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES
 from llmbuild.plugins.kernels.block_gemm import block_gemm
-from llmbuild.plugins.kernels.block_layout import BlockShape, pack_blocks, pack_int4, pack_int8
+from llmbuild.plugins.kernels.block_layout import BlockShape, pack_int4, pack_int8
 from llmbuild.plugins.kernels.block_row_gemm import BlockRowTiling, block_row_kernel
 from llmbuild.plugins.kernels.block_tile_gemm import BlockTileTiling, block_tile_kernel
 from llmbuild.plugins.kernels.embedding_blockwise import embedding_blockwise_spec
 from llmbuild.plugins.kernels.gemm_shape import FLOAT8, FLOATS, GemmShape, SmallKernel
-from llmbuild.plugins.ops import dequantize_blockwise
-from support.gemm_cases import DTYPES, TOLERANCE, assert_near, compute, launch
+from support.gemm_cases import DTYPES, TOLERANCE, assert_near, block_weight, compute, launch
 
 GPTQ, Q4_1, PER_ROW = BlockShape(4, 128, 8), BlockShape(4, 32, 0, True), BlockShape(8, 4096, 128)
-
-
-def weight(n: int, k: int, block: BlockShape, seed: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return what the kernels take of a weight, and the float32 weight itself."""
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randint(0, 2**block.bits, (n, k), generator=generator, dtype=torch.uint8)
-    blocks, kind = -(-k // block.block_size), DTYPES[block.scale_dtype]
-    scale = (torch.rand(n, blocks, generator=generator) + 0.1).to(kind)
-    offset = torch.randn(n, blocks, generator=generator).to(kind) if block.has_offset else None
-    arguments: dict[str, Any] = {"w": torch.from_numpy(pack_blocks(q.numpy(), block.bits)), "w_scale": scale}
-    if offset is not None:
-        arguments["w_offset"] = offset
-    return arguments, dequantize_blockwise(q, scale, offset, block.block_size, block.zero)
+HALVES = BlockShape(4, 48, 3, True)  # the halves of some units are of different blocks
 
 
 def check(kernel: SmallKernel, shape: GemmShape, block: BlockShape, rows: int, seed: int = 0) -> None:
-    arguments, dense = weight(shape.n, shape.k, block, seed)
+    arguments, dense = block_weight(shape.n, shape.k, block, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(rows, shape.k, generator=generator).to(DTYPES[shape.dtype])
     expected = x.double() @ dense.double().T
@@ -98,7 +85,7 @@ def test_any_number_of_rows(shape, block, rows, swap, seed) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
-@pytest.mark.parametrize("block", [Q4_1, GPTQ, PER_ROW], ids=str)
+@pytest.mark.parametrize("block", [Q4_1, GPTQ, PER_ROW, HALVES], ids=str)
 def test_the_kernels_that_are_built_in(block: BlockShape, rows: int) -> None:
     shape = GemmShape(80, 288, bias=True)
     kernels = block_gemm(shape, block, 90, name="gemm")
@@ -115,7 +102,7 @@ def test_the_kernels_that_are_built_in(block: BlockShape, rows: int) -> None:
     seed=st.integers(0, 9),
 )
 def test_rows_of_a_table(tokens, k, block, dtype, seed) -> None:
-    arguments, dense = weight(11, k, block, seed)
+    arguments, dense = block_weight(11, k, block, seed)
     ids = torch.randint(0, 11, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
     out = torch.full((tokens, k), float("nan"), dtype=DTYPES[dtype])
     spec = embedding_blockwise_spec("embedding", block, k=k, dtype=dtype)

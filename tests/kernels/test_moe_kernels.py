@@ -14,11 +14,12 @@ from llmbuild.builder.targets.cuda.aot import compile_spec
 from llmbuild.engine.expressions import evaluate
 from llmbuild.plugins import ops
 from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES
+from llmbuild.plugins.kernels.block_layout import BlockShape
 from llmbuild.plugins.kernels.moe_gemm import ExpertTiling
 from llmbuild.plugins.kernels.moe_plan import Regime, experts_plan, regimes
 from llmbuild.plugins.kernels.moe_shape import ACTIVATIONS, ExpertsPlan, ExpertsShape
 from llmbuild.plugins.kernels.moe_sort import sort_pairs
-from support.gemm_cases import DTYPES, TOLERANCE, assert_near, launch
+from support.gemm_cases import DTYPES, TOLERANCE, assert_near, block_weight, launch
 from support.kernels import run
 
 INTEGERS = {"int32": torch.int32, "int64": torch.int64}
@@ -70,14 +71,23 @@ def compute(shape: ExpertsShape, plan: ExpertsPlan, given: dict[str, Any]) -> to
     return buffers["out"]
 
 
-def check(shape: ExpertsShape, tokens: int, seed: int, tilings: tuple[Regime, ...] | None = SMALL) -> None:
-    given = operands(shape, tokens, seed)
-    wide = {name: value.float() if value.is_floating_point() else value.long() for name, value in given.items()}
+def expected_result(shape: ExpertsShape, given: dict[str, Any]) -> torch.Tensor:
+    """What the op gives in float32."""
+    wide = {
+        name: value.float() if value.is_floating_point() else value.long()
+        for name, value in given.items()
+        if value is not None
+    }
     weights = [wide.get(name) for name in ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")]
     kind = (shape.activation, shape.gated, shape.slope, shape.limit, shape.shift)
-    expected = torch.ops.llmbuild.moe_experts(*weights, *kind)
+    weights[1] = given["ids"].long()
+    return torch.ops.llmbuild.moe_experts(*weights, *kind)
+
+
+def check(shape: ExpertsShape, tokens: int, seed: int, tilings: tuple[Regime, ...] | None = SMALL) -> None:
+    given = operands(shape, tokens, seed)
     actual = compute(shape, experts_plan(shape, 90, name="moe", tilings=tilings), given)
-    assert_near(actual, expected, TOLERANCE[shape.dtype])
+    assert_near(actual, expected_result(shape, given), TOLERANCE[shape.dtype])
 
 
 shapes = st.builds(
@@ -103,6 +113,33 @@ shapes = st.builds(
 @given(shape=shapes, tokens=st.integers(1, 7), seed=st.integers(0, 99))
 def test_random_shapes(shape, tokens, seed) -> None:
     check(shape, tokens, seed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=shapes,
+    blocks=st.tuples(*[
+        st.builds(
+            BlockShape,
+            bits=st.sampled_from([8, 4]),
+            block_size=st.sampled_from([16, 32, 64]),
+            zero=st.integers(0, 15),
+            has_offset=st.booleans(),
+        )
+    ] * 2),
+    tokens=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_block_quantized_experts(shape, blocks, tokens, seed) -> None:
+    given = operands(shape, tokens, seed)
+    for name, block in zip(("up", "down"), blocks, strict=True):
+        experts, rows, columns = given[name].shape
+        packed, dense = block_weight(experts * rows, columns, block, seed, 0.25 * 2.0**-block.bits)
+        given |= {name: packed["w"], f"{name}_scale": packed["w_scale"], f"{name}_offset": packed.get("w_offset")}
+        given[f"{name}_dense"] = dense.view(experts, rows, columns)
+    ordinary = given | {name: given[f"{name}_dense"] for name in ("up", "down")}
+    actual = compute(shape, experts_plan(shape, 90, name="moe", blocks=blocks, tilings=SMALL), given)
+    assert_near(actual, expected_result(shape, ordinary), TOLERANCE[shape.dtype])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -168,8 +205,14 @@ def test_float32_compiles_and_fits(sm: int) -> None:
     compile_and_check(replace(QWEN, dtype="float32"), sm)
 
 
-def compile_and_check(shape: ExpertsShape, sm: int) -> None:
-    for spec in experts_plan(shape, sm, name="moe", pdl=sm >= 90).specs:
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 86, 90, 100])
+def test_block_quantized_experts_compile_and_fit(sm: int) -> None:
+    compile_and_check(QWEN, sm, (BlockShape(4, 128, 8), BlockShape(8, 32, 128, has_offset=True)))
+
+
+def compile_and_check(shape: ExpertsShape, sm: int, blocks: tuple[BlockShape, BlockShape] | None = None) -> None:
+    for spec in experts_plan(shape, sm, name="moe", blocks=blocks, pdl=sm >= 90).specs:
         assert compile_spec(spec, sm).launch.shared <= SHARED_BYTES[sm] * 1024, spec.name
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from llmbuild.engine.expressions import evaluate
+from llmbuild.plugins.kernels.block_layout import BlockShape, pack_blocks
 from llmbuild.plugins.kernels.gemm_shape import SmallKernel
 from llmbuild.plugins.kernels.spec import KernelSpec
+from llmbuild.plugins.ops import dequantize_blockwise
 from support.kernels import run
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,6 +43,21 @@ def compute(kernel: SmallKernel, x: Tensor, out_columns: int, dtype: torch.dtype
         launch(spec, given | weights, {"T": rows})
     assert (out[rows] == 7.0).all() and (out[:, out_columns:] == 7.0).all()
     return out[:rows, :out_columns]
+
+
+def block_weight(
+    n: int, k: int, block: BlockShape, seed: int, factor: float = 1.0
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return what the kernels take of a weight, and the float32 weight itself. factor: of all numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 2**block.bits, (n, k), generator=generator, dtype=torch.uint8)
+    blocks, kind = -(-k // block.block_size), DTYPES[block.scale_dtype]
+    scale = ((torch.rand(n, blocks, generator=generator) + 0.1) * factor).to(kind)
+    offset = (torch.randn(n, blocks, generator=generator) * factor).to(kind) if block.has_offset else None
+    arguments: dict[str, Any] = {"w": torch.from_numpy(pack_blocks(q.numpy(), block.bits)), "w_scale": scale}
+    if offset is not None:
+        arguments["w_offset"] = offset
+    return arguments, dequantize_blockwise(q, scale, offset, block.block_size, block.zero)
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
