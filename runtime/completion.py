@@ -28,10 +28,10 @@ class Completion:
         self._shown_text = 0
 
     def take(self, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Append a sampled token. Return whether the completion is finished."""
+        """Take the next sampled token, which the sequence holds. Return whether the completion is finished."""
         sequence, request = self.sequence, self.sequence.request
-        sequence.append(token)
-        self._token_ids.append(token)
+        self._token_ids.append(token)  # the sequence may hold one more, which is not known yet
+        count = len(self._token_ids)
         if logprobs is not None:
             self._note_logprobs(logprobs)
         if token in request.stop_ids:
@@ -39,11 +39,11 @@ class Completion:
             self._end("stop", token if request.params.include_stop_str_in_output else None)
             return True
         new = self._detokenizer.feed(token) if self._detokenizer is not None else ""
-        stop = self._text.feed(new, search=sequence.num_output > request.params.min_tokens)
+        stop = self._text.feed(new, search=count > request.params.min_tokens)
         if stop is not None:
             self._stop_reason = stop
             self.finish_reason = "stop"
-        elif sequence.num_output >= sequence.max_tokens:
+        elif count >= sequence.max_tokens:
             self._end("length")
         return self.finish_reason is not None
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from llmbuild.errors import RequestError
 from llmbuild.runtime.block_manager import BlockManager
 from llmbuild.runtime.completion import Completion
-from llmbuild.runtime.executor import Executor
+from llmbuild.runtime.executor import AsyncExecutor, Executor, PendingTokens
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.outputs import RequestMetrics, RequestOutput
 from llmbuild.runtime.request import Request
 from llmbuild.runtime.sampler import SampledTokens
-from llmbuild.runtime.scheduler import Scheduler
+from llmbuild.runtime.scheduler import Schedule, Scheduler
 from llmbuild.runtime.sequence import Sequence
 from llmbuild.runtime.step import StepBuilder
 from llmbuild.runtime.tokenizer import Tokenizer
@@ -40,10 +41,11 @@ class EngineCore:
         self._builder = StepBuilder(limits, self._blocks)
         self._active: dict[str, _Active] = {}
         self._completions: dict[Sequence, Completion] = {}
+        self._flight: tuple[_Samples, PendingTokens] | None = None  # a step that was started and not collected
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._flight is not None
 
     @property
     def num_free_blocks(self) -> int:
@@ -77,25 +79,72 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Run one step. Return an output of each request that finished, and of each streaming one that got a token.
 
-        The overlapped loop belongs beside this method, as its twin: schedule and build step N + 1 while the device
-        runs step N, with the sampled tokens fed back on the device, and collect one step late. Both must give the
-        same tokens.
+        Where the executor can, steps overlap: the outputs are then those of the step before.
         """
+        if isinstance(self._executor, AsyncExecutor):
+            return self._step_overlapped(self._executor)
         schedule = self._scheduler.schedule()
         if schedule.is_empty:
             return []
         step, sampling, sampled = self._builder.build(schedule)
         tokens = self._executor.execute(step, sampling)
-        self._scheduler.commit(schedule)
-        self._builder.advance(tokens.token_ids)
-        return self._collect(sampled, tokens)
+        return self._collect(self._advance(schedule, sampled), tokens)
 
-    def _collect(self, sampled: list[Sequence], tokens: SampledTokens) -> list[RequestOutput]:
+    def _step_overlapped(self, executor: AsyncExecutor) -> list[RequestOutput]:
+        """Start a step while the one before still runs, then collect that one.
+
+            device   | step N          | step N + 1              | step N + 2
+            host     | prepare N + 1 | collect N | prepare N + 2 | collect N + 1
+
+        What the host does not know yet is fed on the device. A sequence that ends in step N for a reason that only its
+        token tells is in step N + 1 too; that token is dropped.
+        """
+        outputs: list[RequestOutput] = []
+        schedule = self._scheduler.schedule()
+        built = None if schedule.is_empty else self._builder.build(schedule)
+        if built is not None and self._flight is not None and not executor.can_overlap(built[1]):
+            outputs = self._land()
+            schedule = schedule.without_finished()
+            built = None if schedule.is_empty else self._builder.build(schedule)
+        before, self._flight = self._flight, None
+        if built is not None:
+            step, sampling, sampled = built
+            pending = executor.execute_async(step, sampling, self._builder.feed)
+            self._flight = (self._advance(schedule, sampled), pending)
+        if before is not None:
+            outputs = self._collect(before[0], before[1].result())
+        return outputs
+
+    def _land(self) -> list[RequestOutput]:
+        """Collect the step that still runs."""
+        assert self._flight is not None
+        samples, pending = self._flight
+        self._flight = None
+        return self._collect(samples, pending.result())
+
+    def _advance(self, schedule: Schedule, sampled: list[Sequence]) -> _Samples:
+        """Note that a step has been started: its tokens are cached, and its samples have their places."""
+        self._scheduler.commit(schedule)
+        self._builder.advance()
+        positions = [sequence.num_tokens for sequence in sampled]
+        for sequence in sampled:
+            sequence.append(0)
+        return _Samples(sampled, positions)
+
+    def _collect(self, samples: _Samples, tokens: SampledTokens) -> list[RequestOutput]:
         now = time.monotonic()
-        logprobs = tokens.logprobs or [None] * len(sampled)
+        logprobs = tokens.logprobs or [None] * len(samples.sequences)
         touched: dict[str, _Active] = {}
-        for sequence, token, found in zip(sampled, tokens.token_ids.tolist(), logprobs, strict=True):
-            request, completion = sequence.request, self._completions[sequence]
+        for sequence, position, token, found in zip(
+            samples.sequences, samples.positions, tokens.token_ids.tolist(), logprobs, strict=True
+        ):
+            completion = self._completions.get(sequence)
+            if completion is None:  # it ended meanwhile
+                continue
+            sequence.settle(position, token)
+            if sequence.row is not None and sequence.num_tokens == position + 1:
+                self._builder.settle(sequence, token)
+            request = sequence.request
             active = self._active[request.request_id]
             finished = completion.take(token, found)
             if active.metrics.first_token_s is None:
@@ -145,6 +194,13 @@ class EngineCore:
     def close(self) -> None:
         """Free the executor."""
         self._executor.close()
+
+
+class _Samples(NamedTuple):
+    """Whose tokens a started step samples. positions: of these tokens in their sequences."""
+
+    sequences: list[Sequence]
+    positions: list[int]
 
 
 class _Active:

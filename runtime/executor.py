@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
@@ -30,6 +32,21 @@ class StepInput(NamedTuple):
     logits_indices: np.ndarray  # [L] rows of the packed tokens whose logits are wanted
 
 
+class PendingTokens:
+    """The tokens of a step that may still run."""
+
+    def __init__(self, result: Callable[[], SampledTokens]) -> None:
+        self._result = result
+
+    def result(self) -> SampledTokens:
+        """Wait for the tokens. Once only.
+
+        Raises:
+            LLMBuildError: A row's logits hold NaN, or nothing but -inf.
+        """
+        return self._result()
+
+
 class Executor(Protocol):
     """Runs steps of one loaded engine. Owns the KV pool of `num_blocks` blocks of `block_size` tokens."""
 
@@ -46,4 +63,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the device. The executor cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class AsyncExecutor(Executor, Protocol):
+    """An executor whose steps can run while the host prepares the next."""
+
+    def execute_async(
+        self, step: StepInput, sampling: SamplingBatch, feed: npt.NDArray[np.int32] | None = None
+    ) -> PendingTokens:
+        """Start a step. At most two are pending: a step's tokens are taken before the step after next starts.
+
+        Args:
+            feed: int32 [T], for each token the row of the step before whose sampled token it is, -1 where
+                `step.input_ids` holds it. None: it holds all.
+        """
+        ...
+
+    def can_overlap(self, sampling: SamplingBatch) -> bool:
+        """Whether a step so sampled may start before the host has seen the tokens of the step before."""
         ...

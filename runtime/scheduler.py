@@ -37,6 +37,13 @@ class Schedule(NamedTuple):
     def is_empty(self) -> bool:
         return not self.decodes and not self.prefills
 
+    def without_finished(self) -> Schedule:
+        """Return the step without sequences that have ended since it was chosen."""
+        return Schedule(
+            [sequence for sequence in self.decodes if sequence.status is Status.RUNNING],
+            [chunk for chunk in self.prefills if chunk.sequence.status is Status.RUNNING],
+        )
+
 
 class Scheduler:
     """Both queues are in order of arrival, and everybody in `running` arrived before everybody in `waiting`."""
@@ -85,7 +92,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
             index += 1
-            if sequence.num_pending != 1:
+            if sequence.num_pending != 1 or sequence.is_complete:
                 continue
             if sequence.num_tokens <= sequence.num_blocks * size or self._make_room(sequence):
                 step.decodes.append(sequence)

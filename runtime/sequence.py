@@ -88,6 +88,15 @@ class Sequence:
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
 
+    def settle(self, position: int, token: int) -> None:
+        """Put a token in the place that was appended for it before it was known."""
+        self._tokens[position] = token
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens that it may get; the last may not be known yet."""
+        return self.num_output >= self.max_tokens
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.request_id!r}[{self.index}], {self.status.value}, "

@@ -29,10 +29,15 @@ class StepBuilder:
         self._cu_q_lens = np.zeros(batch + 1, np.int32)
         self._logits_indices = np.zeros(batch, np.int32)
         self._counting = np.arange(max(limits.max_seq_len, batch + 1), dtype=np.int32)
+        self._num_tokens = 0
+        self._is_fed = False
         # By batch row.
         self._lengths = np.zeros(batch, np.int32)
         self._prompt_lengths = np.zeros(batch, np.int32)
         self._newest = np.zeros(batch, np.int32)
+        # Of the step before, which may still run: where in its sampled rows the newest token is; -1: it is known.
+        self._sources = np.full(batch, -1, np.int32)
+        self._feed = np.full(tokens, -1, np.int32)
         self._sampling = SamplingRows(batch, limits.num_tokens)
         # The last step's sampled sequences, their rows and parameters: a steady batch reuses them.
         self._sampled: list[Sequence] = []
@@ -54,6 +59,9 @@ class StepBuilder:
         decodes = len(schedule.decodes)
         rows = self._sampled_rows[:decodes]  # decodes come first among the sampled
         step_tokens = self._write_decodes(rows)
+        sources = self._sources[rows]
+        self._is_fed = bool((sources >= 0).any())
+        self._feed[:decodes] = sources
         self._cu_q_lens[: decodes + 1] = self._counting[: decodes + 1]
         self._logits_indices[:decodes] = self._counting[:decodes]
         sequences, wanted = decodes, decodes
@@ -66,6 +74,8 @@ class StepBuilder:
                 self._logits_indices[wanted] = step_tokens - 1
                 wanted += 1
 
+        self._num_tokens = step_tokens
+        self._feed[decodes:step_tokens] = -1
         if schedule.prefills:
             rows = np.array([s.row for s in schedule.decodes] + [c.sequence.row for c in schedule.prefills], np.intp)
         seq_lens = self._seq_lens[:sequences]
@@ -81,10 +91,24 @@ class StepBuilder:
         )
         return step, self._sampling_batch(), self._sampled
 
-    def advance(self, token_ids: np.ndarray) -> None:
-        """Take the tokens sampled for the last built step, int32 [L], as the newest of their sequences."""
-        self._newest[self._sampled_rows] = token_ids
+    @property
+    def feed(self) -> np.ndarray | None:
+        """Of the last built step, int32 [T]: for each token its row among those sampled by the step before, -1 where
+        `input_ids` holds it. None: it holds all. Valid until the next `build`.
+        """
+        return self._feed[: self._num_tokens] if self._is_fed else None
+
+    def advance(self) -> None:
+        """Make room for the tokens that the last built step samples; `settle` tells them."""
+        self._sources[:] = -1
+        self._sources[self._sampled_rows] = self._counting[: len(self._sampled_rows)]
+        self._newest[self._sampled_rows] = 0
         self._lengths[self._sampled_rows] += 1
+
+    def settle(self, sequence: Sequence, token: int) -> None:
+        """Take a token that became known as the newest of its sequence."""
+        self._newest[sequence.row] = token
+        self._sources[sequence.row] = -1
 
     def _load(self, sequence: Sequence) -> None:
         """Write the row of a sequence that is not decoding yet."""
@@ -93,6 +117,7 @@ class StepBuilder:
         self._lengths[row] = sequence.num_tokens
         self._prompt_lengths[row] = sequence.prompt_len
         self._newest[row] = sequence.tokens[-1]
+        self._sources[row] = -1
         self._sampling.load(row, sequence)
 
     def _write_decodes(self, rows: np.ndarray) -> int:

@@ -38,8 +38,10 @@ def load_executor(engine: Engine, **options: Any) -> Executor:
     module, _, attribute = EXECUTORS[name].partition(":")
     constructor = getattr(importlib.import_module(module), attribute)
     given = {key: value for key, value in options.items() if value is not None}
-    known = list(inspect.signature(constructor).parameters)[1:]
+    parameters = list(inspect.signature(constructor).parameters.values())[1:]
+    known = [each.name for each in parameters]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     for key in given:
-        if key not in known:
+        if key not in known and not takes_any:
             raise ConfigError(f"the {name} target has no option {key!r}", hint=nearest(key, known))
     return constructor(engine, **given)

@@ -1,4 +1,4 @@
-"""10,000 random requests against the runtime: invariants after every step, nothing leaked, tokens as if alone.
+"""15,000 random requests against the runtime: invariants after every step, nothing leaked, tokens as if alone.
 
 Pools are tiny, so that preemption is common; budgets are tiny, so that prompts are cut everywhere; requests arrive and
 are aborted at random steps. The model is a hash of everything that the step's arrays lead it to read.
@@ -18,7 +18,7 @@ from llmbuild.runtime.outputs import RequestOutput
 from llmbuild.runtime.request import Request, make_request
 from llmbuild.runtime.sampling_params import SamplingParams
 from llmbuild.runtime.tokenizer import Tokenizer
-from support.fake_executor import FakeExecutor
+from support.fake_executor import AsyncFakeExecutor, FakeExecutor
 from support.reference_runtime import run_alone
 from support.tiny_tokenizers import byte_definition
 
@@ -29,7 +29,7 @@ EOS = (3, 5)
 class World:
     """One random engine, and a random stream of requests to it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: type[FakeExecutor] = FakeExecutor) -> None:
         self.rng = rng = random.Random(seed)
         self.vocab_size = rng.choice([8, 16, 90])  # ASCII: each token is a character
         max_seq_len = rng.choice([6, 14, 30])
@@ -40,7 +40,7 @@ class World:
         block_size = rng.choice([1, 2, 3, 4, 16])
         longest = -(-max_seq_len // block_size)
         self.num_blocks = rng.choice([max(longest - 1, 1), longest, longest + 2, 2 * longest, 4 * longest])
-        self.executor = FakeExecutor(self.limits, num_blocks=self.num_blocks, block_size=block_size)
+        self.executor = kind(self.limits, num_blocks=self.num_blocks, block_size=block_size)
         self.core = EngineCore(self.executor, self.limits, Tokenizer(byte_definition()))
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, RequestOutput] = {}
@@ -161,6 +161,17 @@ def test_random_requests(seed: int) -> None:
     ended, _ = world.check()
     assert ended > REQUESTS // 3
     assert world.executor.largest_step <= world.limits.max_num_tokens
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
+def test_random_requests_in_steps_that_overlap(seed: int) -> None:
+    """The same tokens, though each step starts before the host has seen those of the one before."""
+    world = World(seed, AsyncFakeExecutor)
+    world.run(REQUESTS // 2)
+    ended, _ = world.check()
+    assert ended > REQUESTS // 6
+    assert isinstance(world.executor, AsyncFakeExecutor)
+    assert world.executor.fed > 0 and world.executor.pending == 0
 
 
 def test_the_simulation_reaches_what_it_is_for() -> None:

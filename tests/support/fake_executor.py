@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmbuild.engine.reader import Engine
-from llmbuild.runtime.executor import StepInput
+from llmbuild.runtime.executor import PendingTokens, StepInput
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.sampler import SampledTokens, SamplingBatch, sample
 
@@ -90,6 +90,37 @@ class FakeExecutor:
         for row in range(sequences):
             last = int(step.cu_q_lens[row + 1]) - 1
             assert step.position_ids[last] == step.seq_lens[row] - 1
+
+
+class AsyncFakeExecutor(FakeExecutor):
+    """The same with steps that are started first and collected later. Tokens of the step before come from the device:
+    what the host wrote in their places must not matter.
+    """
+
+    def __init__(self, limits: ServingLimits, *, num_blocks: int, block_size: int) -> None:
+        super().__init__(limits, num_blocks=num_blocks, block_size=block_size)
+        self._last = np.zeros(0, np.int32)
+        self.fed = self.pending = 0
+
+    def execute_async(self, step: StepInput, sampling: SamplingBatch, feed: np.ndarray | None = None) -> PendingTokens:
+        self.pending += 1
+        assert self.pending <= 2
+        ids = step.input_ids.copy()
+        if feed is not None:
+            assert feed.shape == ids.shape and feed.max() < len(self._last)
+            self.fed += int((feed >= 0).sum())
+            ids = np.where(feed >= 0, self._last[feed], ids)
+        tokens = self.execute(step._replace(input_ids=ids), sampling)
+        self._last = tokens.token_ids
+
+        def result() -> SampledTokens:
+            self.pending -= 1
+            return tokens
+
+        return PendingTokens(result)
+
+    def can_overlap(self, sampling: SamplingBatch) -> bool:
+        return all(extra is None or extra.output is None for extra in sampling.extras or ())
 
 
 def executor_of(engine: Engine, *, threads: int | None = None, num_blocks: int = 64) -> FakeExecutor:

@@ -6,14 +6,13 @@ step    write inputs ⇒ one copy ⇒ graph (decode) or op by op (mixed) ⇒ log
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from llmbuild.runtime.executor import StepInput
+from llmbuild.runtime.executor import PendingTokens, StepInput
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
 from llmbuild.runtime.executors.cuda.graphs import DecodeGraphs
 from llmbuild.runtime.executors.cuda.load import Options, load, open_plan
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
 
 NOTHING = ""
 TAILS = (NOTHING, "greedy", "full")  # ways of sampling that run in graphs, behind the plan's ops
-
-
-class PendingTokens:
-    """The tokens of a step that may still run."""
-
-    def __init__(self, result: Callable[[], SampledTokens]) -> None:
-        self._result = result
-
-    def result(self) -> SampledTokens:
-        """Wait for the tokens. Once only.
-
-        Raises:
-            LLMBuildError: A row's logits hold NaN, or nothing but -inf.
-        """
-        return self._result()
 
 
 class CudaExecutor:
