@@ -173,7 +173,7 @@ def test_greedy_steps_bring_nothing_but_tokens(device_engine: Path, gpus: list[F
     for _ in range(5):
         tokens.append(int(reference_logits(np.array(tokens), VOCAB)[0].argmax()))
     assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
-    assert {each.symbol for each in gpu.launched} == {"store", "hash", "s_greedy"}
+    assert {each.symbol for each in gpu.launched} == {"store", "hash", "s_greedy", "s_feed"}
     assert set(downloads) == {256 + 4 * BATCH}  # token ids, padded, and their status
 
 
