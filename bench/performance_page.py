@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from records import RESULTS, ROOT
+from shapes import SHAPES
 
 PAGE = ROOT / "docs" / "performance.md"
 Record = dict[str, Any]
+READ_SPEED = 4.4e12  # bytes a second that an H200 reads at best
 
 INTRODUCTION = """# Performance
 
@@ -182,11 +184,126 @@ def attention_section(records: list[Record]) -> list[str]:
     return lines + markdown_table(header, cells)
 
 
+def serving_section(records: list[Record]) -> list[str]:
+    """Decode, first token, throughput and start of one engine on one GPU."""
+    lines = ["## Serving on an H200: the shape of Llama-3.1-8B, bfloat16", "", environment_line(records), ""]
+    start = next(row for row in records if row["kind"] == "start")
+    limit = weights_read("llama-3.1-8b") / READ_SPEED * 1e3
+    lines += [
+        "Random weights, greedy, prompts of random ids (`python bench/plan_engine.py`, `python bench/h200.py`),",
+        "through the scheduler and the overlapped loop, as `LLM` runs it. *early launches*: all kernels compiled with",
+        "programmatic dependent launch. No peer ran in this run. From opening the engine to ready, graphs captured and",
+        f"GEMM algorithms timed, random weights made on the GPU: {start['seconds']:.1f} s.",
+        "",
+        f"At batch 1 the weights alone, read at {READ_SPEED / 1e12:.1f} TB/s, take {limit:.2f} ms.",
+        "",
+    ]
+    rows = [row for row in records if row["kind"] == "decode"]
+    lines += markdown_table(
+        ["decode", "batch", "ms a step", "(median)", "output tokens/s", "weights' time / step"],
+        [
+            [
+                row["tag"],
+                row["B"],
+                f"{row['ms_per_step']:.2f}",
+                f"{row['ms_median']:.2f}",
+                f"{row['out_tok_s']:,.0f}",
+                f"{limit / row['ms_per_step']:.0%}",
+            ]
+            for row in rows
+        ],
+    )
+    lines += [""]
+    lines += markdown_table(
+        ["first token", "prompt", "ms (median)", "(best)"],
+        [
+            [row["tag"], f"{row['isl']:,}", f"{row['ms_median']:.1f}", f"{row['ms_min']:.1f}"]
+            for row in records
+            if row["kind"] == "ttft"
+        ],
+    )
+    lines += [""]
+    return lines + markdown_table(
+        ["requests at once", "prompt", "new tokens", "seconds", "output tokens/s"],
+        [
+            [row["B"], f"{row['isl']:,}", row["osl"], f"{row['seconds']:.2f}", f"{row['out_tok_s']:,.0f}"]
+            for row in records
+            if row["kind"] == "throughput"
+        ],
+    )
+
+
+def weights_read(shape: str) -> int:
+    """Bytes of bfloat16 weights that a decode step of a Llama reads: all but the embedding."""
+    fields = SHAPES[shape][1]
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    kv = hidden // heads * fields["num_key_value_heads"]
+    layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * fields["intermediate_size"]
+    return 2 * (fields["num_hidden_layers"] * layer + hidden * fields["vocab_size"])
+
+
+def gemm_section(records: list[Record]) -> list[str]:
+    lines = ["## Products of few rows on an H200", "", environment_line(records), ""]
+    lines += [
+        "Microseconds a call inside of a CUDA graph, weights cold in L2 (`python bench/gpu_gemm.py`), layers of",
+        "Llama-3.1-8B; torch is cuBLAS. Only the kernel for one row is in engines: for more, the library is faster.",
+        "",
+    ]
+    cells = []
+    for row in records:
+        if row["kind"] == "gemm" and row.get("default"):
+            same = [each for each in records if each["kind"] == "gemm" and each["kernel"] == "torch"]
+            peer = next(each for each in same if all(each[key] == row[key] for key in ("weights", "layer", "rows")))
+            cells.append(
+                [
+                    f"{row['weights']} {row['layer']}",
+                    row["rows"],
+                    f"{row['us']:.1f}",
+                    f"{row['tb_s']:.2f}",
+                    f"{peer['us']:.1f}",
+                    f"{peer['us'] / row['us']:.2f}",
+                ]
+            )
+    lines += markdown_table(["layer", "rows", "ours", "TB/s", "torch", "torch / ours"], cells)
+    lines += ["", "A layer of experts of Qwen3-30B-A3B (128 experts, 8 of them a token), all its kernels together:", ""]
+    return lines + markdown_table(
+        ["tokens", "µs", "TB/s of weights", "TFLOP/s"],
+        [
+            [f"{row['tokens']:,}", f"{row['us']:.0f}", f"{row['tb_s']:.2f}", f"{row['tflop_s']:.0f}"]
+            for row in records
+            if row["kind"] == "experts"
+        ],
+    )
+
+
+def sampling_section(records: list[Record]) -> list[str]:
+    lines = ["## Sampling on an H200", "", environment_line(records), ""]
+    lines += [
+        "Microseconds a call inside of a CUDA graph, 128,256 tokens (`python bench/gpu_sampling.py`). torch: argmax,",
+        "or softmax, sort, cumulative sum and multinomial.",
+        "",
+    ]
+    cases: dict[tuple[str, int], dict[str, float]] = {}
+    for row in records:
+        if "sampler" in row:
+            cases.setdefault((row["kind"], row["rows"]), {})[row["sampler"]] = row["us"]
+    return lines + markdown_table(
+        ["", "rows", "ours", "torch", "torch / ours"],
+        [
+            [kind, rows, f"{us['ours']:.1f}", f"{us['torch']:.1f}", f"{us['torch'] / us['ours']:.1f}"]
+            for (kind, rows), us in cases.items()
+        ],
+    )
+
+
 SECTIONS = {
     "cpu": cpu_section,
     "convert": convert_section,
     "trace": trace_section,
+    "h200": serving_section,
     "h200-attention": attention_section,
+    "h200-gemm": gemm_section,
+    "h200-sampling": sampling_section,
 }
 
 

@@ -18,6 +18,9 @@ from llmbuild.plugins.kernels.gemm_shape import VECTOR_BYTES, GemmShape, SmallKe
 from llmbuild.plugins.kernels.small_gemm import small_gemm
 
 aten = torch.ops.aten
+# Rows for which tensor-core tiles take the place of the library: none, as it is faster on an H200 from 2 rows on
+# (docs/performance.md).
+TILED_ROWS: tuple[int, ...] = ()
 
 
 def gemm_op(lowered: Lowered, part: Barrier) -> None:
@@ -85,7 +88,7 @@ def small_kernels(lowered: Lowered, part: Barrier, rows: str, layout: str, x_str
     }
     if bias is not None:
         places["bias"] = lowered.place(bias.name)
-    small = small_gemm(shape, lowered.hardware.sm, name=f"gemm_{n}x{k}", pdl=lowered.hardware.pdl)
+    small = small_gemm(shape, lowered.hardware.sm, name=f"gemm_{n}x{k}", pdl=lowered.hardware.pdl, most_rows=TILED_ROWS)
     return small_launches(lowered, node, small, places)
 
 
