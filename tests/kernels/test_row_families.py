@@ -39,6 +39,7 @@ FAMILIES = {
     "gpt_oss": (11, 7),
 }
 
+QUICK = {"llama", "qwen3", "gpt2", "deepseek_v3"}
 REFUSED = {"llama4_text": "rows that are not the first axis"}  # experts in plain products, [E, T, H] as [E·T, H]
 EVERY = (*DENSE, *MOE_FAMILIES)
 
@@ -80,7 +81,9 @@ def agreeing(program: Program) -> PlanInterpreter:
     return executor
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_the_parts_compute_the_logits_of_the_graph(family: str, tmp_path: Path) -> None:
     program = optimized(family, tmp_path)
     agreeing(program)

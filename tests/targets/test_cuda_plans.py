@@ -20,6 +20,7 @@ from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
 from llmbuild.engine.launch_plan import GemmOp
 from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
+from llmbuild.plugins.kernels import block_layout
 from llmbuild.quantization.recipes import find_recipe
 from support.packed_driver import Request, drive
 from support.plans import HARDWARE
@@ -47,14 +48,14 @@ def difference(program: Program, planned: Planned) -> float:
     return float(np.abs(found - expected)[asked].max() / np.abs(expected[asked]).max())
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("llama", "int8-wo"), ("gemma2", "int4-wo")])
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "int8-wo"), ("gemma2", "int4-wo"), ("mixtral", "int8-wo")])
 def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(
     family: str, recipe: str, tmp_path: Path
 ) -> None:
     """18 rows, few and one: a kernel for each, none for the library."""
     program = program_of(family, tmp_path, recipe)
     planned = plan_program(program, LIMITS, HARDWARE)
-    products = [op for op in planned.plan.ops if isinstance(op, GemmOp)]
+    products = [op for op in planned.plan.ops if isinstance(op, GemmOp) and op.kernels]
     assert products and all(op.kernels[-1].most_rows is None for op in products)
     packed = [weight for weight in planned.plan.weights if weight.name.endswith("_packed")]
     assert packed and all(weight.dtype == "uint8" for weight in packed)
@@ -70,9 +71,10 @@ def test_products_of_few_rows_are_computed_by_kernels_of_the_engine(tmp_path: Pa
     assert difference(program, planned) < 1e-5
 
 
-def test_experts_in_blocks_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"moe_experts_blockwise.*no kernels for block_experts yet"):
-        plan_program(program_of("mixtral", tmp_path, "int8-wo"), LIMITS, HARDWARE)
+def test_blocks_that_no_kernel_reads_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_layout, "BITS", (4,))
+    with pytest.raises(UnsupportedError, match=r"linear_blockwise.*8 bits; kernels read 4"):
+        plan_program(program_of("llama", tmp_path, "int8-wo"), LIMITS, HARDWARE)
 
 
 def test_logits_of_a_half_precision_model_are_not_widened(tmp_path: Path) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from torch import Tensor, fx
 
-from llmbuild.builder.ir import Map
 from llmbuild.builder.passes.edit import arguments, size
+from llmbuild.builder.targets.cuda.block_weight import BlockWeight
 from llmbuild.builder.targets.cuda.gemm_ops import flat_rows, is_aligned, small_launches
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.views import NoRule
-from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp, Number, Place
+from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp, Number
 from llmbuild.plugins.kernels.block_gemm import block_gemm
-from llmbuild.plugins.kernels.block_layout import BlockShape, pack_blocks
 from llmbuild.plugins.kernels.embedding_blockwise import embedding_blockwise_spec
 from llmbuild.plugins.kernels.gemm_shape import GemmShape
 
@@ -33,7 +29,7 @@ def block_gemm_op(lowered: Lowered, part: Barrier) -> None:
     if not is_aligned(view, x_stride, out.dtype):
         raise NoRule(node, f"rows that lie {x_stride} elements apart, which is no multiple of 16 bytes")
     n, k = (int(dim) for dim in size(q))
-    weight = Blocks(lowered, node, q, scale, offset, (bits, block_size, zero))
+    weight = BlockWeight(lowered, node, q, scale, offset, (bits, block_size, zero))
     shape = GemmShape(n, k, dtype_name(out.dtype), bias=bias is not None)
     places: dict[str, Argument] = {
         "x": lowered.place(view.buffer, view.offset),
@@ -86,7 +82,7 @@ def block_embedding_op(lowered: Lowered, part: Barrier) -> None:
     ids, q, scale, offset, bits, block_size, zero, dtype = arguments(node)
     if ids.meta["val"].dtype != torch.int32 or view.offset or len(view.shape) != 1:
         raise NoRule(node, f"ids of {ids.meta['val'].dtype} {list(view.shape)}")
-    weight = Blocks(lowered, node, q, scale, offset, (bits, block_size, zero))
+    weight = BlockWeight(lowered, node, q, scale, offset, (bits, block_size, zero))
     try:
         spec = embedding_blockwise_spec(
             "embedding", weight.shape, k=int(size(q)[1]), dtype=dtype_name(dtype), pdl=lowered.hardware.pdl
@@ -103,37 +99,3 @@ def block_embedding_op(lowered: Lowered, part: Barrier) -> None:
         places["w_offset"] = lowered.place(offset.name)
     ordered = tuple(places[name] for name in spec.signature)
     lowered.ops.append(KernelOp(kernel=lowered.kernel(spec), arguments=ordered, label=node.name))
-
-
-class Blocks:
-    """A weight in blocks: how it is held (`shape`), and where its packed values lie (`values`).
-
-    Raises:
-        NoRule: There are no kernels for such blocks.
-    """
-
-    def __init__(
-        self,
-        lowered: Lowered,
-        node: fx.Node,
-        q: fx.Node,
-        scale: fx.Node,
-        offset: fx.Node | None,
-        form: tuple[int, int, int],
-    ) -> None:
-        bits, block_size, zero = form
-        try:
-            self.shape = BlockShape(bits, block_size, zero, offset is not None, dtype_name(scale.meta["val"].dtype))
-        except ValueError as error:
-            raise NoRule(node, str(error)) from None
-        n, k = (int(dim) for dim in size(q))
-        packed = (n, self.shape.units(k) * 16)
-        source = lowered.program.weights[q.name]
-        label = f"packed values of {q.name}"
-        self.values: Place = lowered.weight(
-            f"{q.name}_packed", Map(source, partial(pack, bits), packed, torch.uint8, label, rowwise=True)
-        )
-
-
-def pack(bits: int, q: Tensor) -> Tensor:
-    return torch.from_numpy(pack_blocks(q.numpy(), bits))

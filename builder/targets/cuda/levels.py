@@ -132,7 +132,7 @@ def reads_in_place(kind: str, view: View) -> bool:
 
     Attention and experts read rows below each other without a gap; a product with a stack of matrices, in any stride.
     """
-    if kind in ("attention", "experts"):
+    if kind in ("attention", "experts", "block_experts"):
         return view.offset == 0 and view.strides == dense_strides(view.shape)
     if kind == "batched_gemm":
         return view.shape[-1] == 1 or view.strides[-1] == 1

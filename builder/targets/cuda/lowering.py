@@ -18,7 +18,7 @@ from llmbuild.builder.targets.base import Limits as EngineLimits
 from llmbuild.builder.targets.cuda.attention_ops import attention_ops
 from llmbuild.builder.targets.cuda.blockwise_ops import block_embedding_op, block_gemm_op
 from llmbuild.builder.targets.cuda.buffers import Buffer, whole
-from llmbuild.builder.targets.cuda.experts_ops import experts_ops
+from llmbuild.builder.targets.cuda.experts_ops import block_experts_ops, experts_ops
 from llmbuild.builder.targets.cuda.gemm_ops import gemm_op
 from llmbuild.builder.targets.cuda.kernel_source import specs
 from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dtype_name, label
@@ -47,6 +47,7 @@ BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
     "batched_gemm": gemm_op,
     "experts": experts_ops,
     "block_gemm": block_gemm_op,
+    "block_experts": block_experts_ops,
     "block_embedding": block_embedding_op,
 }
 
