@@ -13,12 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from plots import line_plot
 from records import RESULTS, ROOT
 from shapes import SHAPES
 
 PAGE = ROOT / "docs" / "performance.md"
+PLOTS = ROOT / "docs" / "plots"
 Record = dict[str, Any]
 READ_SPEED = 4.4e12  # bytes a second that an H200 reads at best
+MATRIX_SPEED = 746e12  # operations a second of bfloat16 products, as measured
 
 INTRODUCTION = """# Performance
 
@@ -199,6 +202,7 @@ def serving_section(records: list[Record]) -> list[str]:
         "",
     ]
     rows = [row for row in records if row["kind"] == "decode"]
+    lines += ["![Milliseconds a step against batch](plots/decode.svg)", ""]
     lines += markdown_table(
         ["decode", "batch", "ms a step", "(median)", "output tokens/s", "weights' time / step"],
         [
@@ -265,6 +269,7 @@ def gemm_section(records: list[Record]) -> list[str]:
                 ]
             )
     lines += markdown_table(["layer", "rows", "ours", "TB/s", "torch", "torch / ours"], cells)
+    lines += ["", "![Speed against arithmetic intensity](plots/roofline.svg)"]
     lines += ["", "A layer of experts of Qwen3-30B-A3B (128 experts, 8 of them a token), all its kernels together:", ""]
     return lines + markdown_table(
         ["tokens", "µs", "TB/s of weights", "TFLOP/s"],
@@ -307,6 +312,54 @@ SECTIONS = {
 }
 
 
+def decode_plot(records: list[Record]) -> str:
+    """Milliseconds a step against batch, beside the time that weights and arithmetic alone take."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in records:
+        if row["kind"] == "decode":
+            series.setdefault(row["tag"], []).append((row["B"], row["ms_per_step"]))
+    bytes_read = weights_read("llama-3.1-8b")
+    batches = sorted({x for points in series.values() for x, _ in points})
+    series["weights and arithmetic"] = [
+        (batch, max(bytes_read / READ_SPEED, batch * bytes_read / MATRIX_SPEED) * 1e3) for batch in batches
+    ]
+    limits = frozenset({"weights and arithmetic"})
+    return line_plot("Decode on an H200", "sequences in a step", "ms a step", series, log_x=True, dashed=limits)
+
+
+def roofline_plot(records: list[Record]) -> str:
+    """TFLOP/s against operations for each byte of weights. A product of M rows in bfloat16 does M for each byte."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in records:
+        if (
+            row["kind"] == "gemm"
+            and row["kernel"] in ("ours", "torch")
+            and (row["kernel"] == "torch" or row["default"])
+        ):
+            name = f"{row['layer']}, {row['kernel']}"
+            if row["layer"] in ("qkv", "gate_up"):
+                series.setdefault(name, []).append((row["rows"], row["tb_s"] * row["rows"]))
+    series["reading and arithmetic"] = [
+        (rows, min(READ_SPEED * rows, MATRIX_SPEED) / 1e12) for rows in (1, 2, 4, 8, 16, 32, 64)
+    ]
+    limits = frozenset({"reading and arithmetic"})
+    return line_plot(
+        *("Products on an H200", "operations for each byte of weights", "TFLOP/s", series),
+        log_x=True,
+        log_y=True,
+        dashed=limits,
+    )
+
+
+PLOT_OF = {"h200": ("decode.svg", decode_plot), "h200-gemm": ("roofline.svg", roofline_plot)}
+
+
+def plots() -> dict[str, str]:
+    """File name below docs/plots -> content."""
+    runs = newest_runs()
+    return {file: draw(read(runs[name])) for name, (file, draw) in PLOT_OF.items() if name in runs}
+
+
 def page() -> str:
     lines = [INTRODUCTION]
     for name, path in newest_runs().items():
@@ -319,8 +372,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     if parser.parse_args().check:
-        sys.exit(PAGE.read_text() != page())
+        same = all((PLOTS / file).read_text() == content for file, content in plots().items())
+        sys.exit(not same or PAGE.read_text() != page())
     PAGE.write_text(page())
+    PLOTS.mkdir(exist_ok=True)
+    for file, content in plots().items():
+        (PLOTS / file).write_text(content)
 
 
 if __name__ == "__main__":
