@@ -81,6 +81,10 @@ class AsyncExecutor(Executor, Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Do what else the first steps would have to: choices, captures. Takes seconds."""
+        ...
+
     def can_overlap(self, sampling: SamplingBatch) -> bool:
         """Whether a step so sampled may start before the host has seen the tokens of the step before."""
         ...

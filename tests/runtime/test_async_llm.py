@@ -12,7 +12,7 @@ from llmbuild.runtime.core import EngineCore
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.llm import LLM
 from llmbuild.runtime.sampling_params import SamplingParams
-from support.fake_executor import FakeExecutor
+from support.fake_executor import AsyncFakeExecutor, FakeExecutor
 
 LIMITS = ServingLimits(max_batch_size=4, max_num_tokens=32, max_seq_len=4000, vocab_size=64, eos_token_ids=(2,))
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3000)
@@ -171,6 +171,21 @@ def test_a_failure_reaches_every_consumer_with_its_cause() -> None:
         with pytest.raises(EngineStoppedError, match="the engine failed"):
             await collect(llm.generate([1], SHORT))
         llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_executor_whose_steps_overlap_is_warm_before_the_first_request() -> None:
+    async def main() -> None:
+        executor = AsyncFakeExecutor(LIMITS, num_blocks=2000, block_size=4)
+        async with AsyncLLM.over(executor, LIMITS) as llm:
+            assert executor.is_warm
+            results = await asyncio.gather(*(collect(llm.generate([i, 3], SHORT)) for i in range(6)))
+        expected = LLM.over(FakeExecutor(LIMITS, num_blocks=2000, block_size=4), LIMITS).generate(
+            [[i, 3] for i in range(6)], SHORT
+        )
+        assert results == [each.outputs[0].token_ids for each in expected]
+        assert executor.closed and executor.fed > 0
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

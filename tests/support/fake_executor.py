@@ -101,6 +101,10 @@ class AsyncFakeExecutor(FakeExecutor):
         super().__init__(limits, num_blocks=num_blocks, block_size=block_size)
         self._last = np.zeros(0, np.int32)
         self.fed = self.pending = 0
+        self.is_warm = False
+
+    def warm_up(self) -> None:
+        self.is_warm = True
 
     def execute_async(self, step: StepInput, sampling: SamplingBatch, feed: np.ndarray | None = None) -> PendingTokens:
         self.pending += 1
