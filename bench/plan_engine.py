@@ -54,7 +54,7 @@ def write_plan_engine(
             precision=sections.precision(dtype, "none", compiled),
             limits=sections.limits(limits),
             kv_cache=sections.kv_cache(program, dtype, limits),
-            build=sections.build(Choices("cuda", "none"), dtype, limits, sm),
+            build=sections.build(Choices("cuda", "none", find_recipe("none")), dtype, limits, sm),
         )
         lap("write")
     return {name: round(value, 2) for name, value in seconds.items()}

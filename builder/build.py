@@ -43,7 +43,6 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     from llmbuild.builder.pipeline import optimize
     from llmbuild.builder.targets.base import CompileOptions
     from llmbuild.builder.targets.registry import find_target
-    from llmbuild.quantization.recipes import find_recipe
 
     seconds = {"start": time.perf_counter() - start}
     notes = list(choices.notes)
@@ -63,7 +62,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     nodes_traced = len(program.graph.nodes)
 
     with phase("passes", seconds):
-        optimize(program, find_recipe(choices.quant))
+        optimize(program, choices.recipe)
     estimate = memory.estimate(program)
     memory.check(estimate, config.memory_limit)
 

@@ -72,7 +72,6 @@ def dry_run(config: BuildConfig) -> DryRun:
     from llmbuild.builder.ir import source_line
     from llmbuild.builder.pipeline import optimize
     from llmbuild.builder.targets.registry import find_target
-    from llmbuild.quantization.recipes import find_recipe
 
     notes = list(choices.notes)
     target = find_target(choices.target)
@@ -88,7 +87,7 @@ def dry_run(config: BuildConfig) -> DryRun:
     resolve_limits(config, program.info, notes)
     traced = len(program.graph.nodes)
     parameters = sum(math.prod(weight.shape) for weight in program.weights.values() if weight.sources())
-    optimize(program, find_recipe(choices.quant))
+    optimize(program, choices.recipe)
     found = memory.estimate(program)
     memory.check(found, config.memory_limit)
     reasons = [(node, target.supports(node)) for node in program.graph.nodes]

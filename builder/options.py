@@ -13,6 +13,7 @@ from llmbuild.units import parse_size
 if TYPE_CHECKING:
     from llmbuild.builder.ir import ModelInfo
     from llmbuild.builder.targets.base import Limits, Target
+    from llmbuild.quantization.recipes import Recipe
 
 # The command line names all targets of the plan; those not in the table of targets yet are refused as such.
 PLANNED_TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
@@ -34,6 +35,8 @@ class BuildConfig:
         dtype: Computation dtype, "float32"; None takes the target's own.
         sm: Kinds of GPU to compile for, "80,90"; None compiles for all that are known. Only with the cuda target.
         quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and else does not quantize ("none").
+        exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
+        quant_layers: "PATTERN=RECIPE" each: weights whose checkpoint name matches follow that recipe's linears.
         max_batch_size: Most sequences in one step.
         max_num_tokens: Most tokens in one step, decode and prefill together; at least max_batch_size.
         max_seq_len: Most tokens of one sequence, prompt and output; at most what the model was made for.
@@ -53,6 +56,8 @@ class BuildConfig:
     dtype: str | None = None
     sm: str | None = None
     quant: str | None = None
+    exclude: tuple[str, ...] = ()
+    quant_layers: tuple[str, ...] = ()
     max_batch_size: int = 16
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
@@ -91,10 +96,14 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class Choices:
-    """target, quant: given or chosen. notes: one line for each choice that the user did not make."""
+    """target, quant: given or chosen. notes: one line for each choice that the user did not make.
+
+    recipe: the one called `quant`, with the user's exclusions and rules.
+    """
 
     target: str
     quant: str
+    recipe: Recipe
     notes: list[str] = field(default_factory=list)
 
 
@@ -105,7 +114,7 @@ def choose(config: BuildConfig) -> Choices:
         UnsupportedError: The target is of a later version.
         ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF.
     """
-    from llmbuild.quantization.recipes import find_recipe
+    from llmbuild.quantization.recipes import customized
 
     notes = []
     target = config.target
@@ -124,14 +133,14 @@ def choose(config: BuildConfig) -> Choices:
         quant = "gguf" if is_gguf else "none"
         kept = "the file's own blocks, kept as they are" if is_gguf else "no quantization"
         notes.append(f"quant {quant}: {kept}")
-    find_recipe(quant)
+    recipe = customized(quant, config.exclude, config.quant_layers)
     if quant == "gguf" and not is_gguf:
         raise ConfigError(
             f"the recipe 'gguf' keeps the blocks of a GGUF file, but {config.model.name} is not one",
             where=_option("quant"),
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
-    return Choices(target, quant, notes)
+    return Choices(target, quant, recipe, notes)
 
 
 def _check_sm(sm: str | None, target: str, notes: list[str]) -> None:

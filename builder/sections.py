@@ -73,6 +73,10 @@ def build(choices: Choices, dtype: str, limits: Limits, sm: str | None) -> Build
     }
     if sm is not None:
         options["sm"] = sm
+    if choices.recipe.exclude:
+        options["exclude"] = list(choices.recipe.exclude)
+    if choices.recipe.layers:
+        options["quant_layers"] = [f"{rule.pattern}={rule.recipe}" for rule in choices.recipe.layers]
     return BuildSection(llmbuild_version=llmbuild.__version__, options=options)
 
 

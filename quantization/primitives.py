@@ -44,19 +44,29 @@ def quantize_blocks(weight: Tensor, scheme: WeightOnly, *, name: str, first_row:
     for begin in range(0, rows, step):
         part = slice(begin, begin + step)
         values = weight[part].float()
-        low, high = block_range(values, form.block_size)  # NaN and infinity show in them
-        refuse_non_finite(values, (low, high), first_row + begin, name)
-        if offset is None:
-            scale[part] = usable(torch.maximum(-low, high) / (2 ** (form.bits - 1) - 1))
-        else:
-            refuse_overflow(high - low, first_row + begin, name)
-            scale[part] = usable((high - low) / (2**form.bits - 1))
+        scale[part], low = block_scales(values, form, name=name, first_row=first_row + begin)
+        if offset is not None and low is not None:
             offset[part] = low
-        above = values if offset is None else values - spread(low, form.block_size, columns)
-        steps = above / spread(scale[part], form.block_size, columns)
-        levels = steps.round_().add_(form.zero).clamp_(0, 2**form.bits - 1)
+        wide = None if low is None else spread(low, form.block_size, columns)
+        levels = to_levels(values, spread(scale[part], form.block_size, columns), wide, form)
         q[part] = levels.to(torch.uint8)
     return BlockTensor(form, q, scale, offset)
+
+
+def block_scales(values: Tensor, form: BlockFormat, *, name: str, first_row: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Return scale and offset of float32 [N, K] values, each [N, ceil(K / block_size)]. Raises as `quantize_blocks`."""
+    low, high = block_range(values, form.block_size)  # NaN and infinity show in them
+    refuse_non_finite(values, (low, high), first_row, name)
+    if not form.has_offset:
+        return usable(torch.maximum(-low, high) / (2 ** (form.bits - 1) - 1)), None
+    refuse_overflow(high - low, first_row, name)
+    return usable((high - low) / (2**form.bits - 1)), low
+
+
+def to_levels(values: Tensor, scale: Tensor, offset: Tensor | None, form: BlockFormat) -> Tensor:
+    """Return q of float32 values as floats 0 .. 2**bits - 1; scale and offset of each value."""
+    above = values if offset is None else values - offset
+    return (above / scale).round_().add_(form.zero).clamp_(0, 2**form.bits - 1)
 
 
 def spread(per_block: Tensor, block_size: int, columns: int) -> Tensor:

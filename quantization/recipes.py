@@ -5,7 +5,8 @@ find_recipe("int4-wo").linear == WeightOnly(bits=4, granularity=PerGroup(32))
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from llmbuild.errors import ConfigError, nearest
@@ -30,7 +31,13 @@ class Plain:
 
 @dataclass(frozen=True)
 class KeepStored:
-    """Store as the checkpoint does: blocks stay the blocks they are, never rounded again."""
+    """Store as the checkpoint does: blocks stay the blocks they are, never rounded again.
+
+    Args:
+        kind: Only checkpoints of this kind ("gguf"); None: any that is quantized.
+    """
+
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,15 @@ Scheme = Plain | KeepStored | WeightOnly
 
 
 @dataclass(frozen=True)
+class LayerRule:
+    """Weights whose checkpoint name matches `pattern` (`fnmatch`) are stored as `recipe` stores its linears."""
+
+    pattern: str
+    recipe: str
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How each kind of weight is stored; everything that is not a linear or an embedding stays plain.
 
@@ -71,7 +87,8 @@ class Recipe:
         linear: All linears but the last.
         lm_head: The linear that makes the logits. A tied embedding is the same tensor and follows it.
         embedding: Embeddings that are not tied.
-        exclude: Patterns (`fnmatch`) over checkpoint names whose weights stay plain.
+        exclude: Patterns (`fnmatch`) over checkpoint names whose weights stay plain. They come before `layers`.
+        layers: Weights that are stored otherwise. The first rule that matches counts.
     """
 
     name: str
@@ -80,22 +97,42 @@ class Recipe:
     lm_head: Scheme
     embedding: Scheme
     exclude: tuple[str, ...] = ()
+    layers: tuple[LayerRule, ...] = ()
 
     def excludes(self, tensor: str) -> str | None:
         """Return the pattern that excludes a checkpoint tensor, or None."""
         return next((pattern for pattern in self.exclude if fnmatchcase(tensor, pattern)), None)
 
+    def rule_of(self, tensor: str) -> LayerRule | None:
+        """Return the rule that a checkpoint tensor follows instead of its role, or None."""
+        return next((rule for rule in self.layers if fnmatchcase(tensor, rule.pattern)), None)
+
+
+def weight_only(name: str, scheme: WeightOnly, lm_head: WeightOnly) -> Recipe:
+    """Return a recipe for linears of one scheme; embeddings that are not tied stay plain."""
+    head = "" if lm_head == scheme else f", lm_head {lm_head}"
+    return Recipe(name, f"{scheme}{head}", scheme, lm_head, Plain())
+
 
 INT8 = WeightOnly(bits=8, granularity=PerGroup(32))
 INT4 = WeightOnly(bits=4, granularity=PerGroup(32))
+GGUF = KeepStored("gguf")
+INT8_CHANNEL = WeightOnly(bits=8, granularity=PerChannel())
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("none", "all weights in the computation dtype", Plain(), Plain(), Plain()),
-        Recipe("gguf", "the GGUF file's own blocks, bit for bit", KeepStored(), KeepStored(), KeepStored()),
+        Recipe("gguf", "the GGUF file's own blocks, bit for bit", GGUF, GGUF, GGUF),
+        Recipe("stored", "what a quantized checkpoint stores, bit for bit", KeepStored(), KeepStored(), KeepStored()),
         Recipe("int8-wo", "8-bit weights in groups of 32", INT8, INT8, Plain()),
         Recipe("int4-wo", "4-bit weights in groups of 32, lm_head in 8 bits", INT4, INT8, Plain()),
+        weight_only("int8-wo-channel", INT8_CHANNEL, INT8_CHANNEL),
+        *(
+            weight_only(f"int4-wo-g{size}{suffix}", WeightOnly(4, PerGroup(size), symmetric), INT8)
+            for symmetric, suffix in ((True, ""), (False, "-asym"))
+            for size in (128, 64, 32)
+        ),
     )
 }
 
@@ -106,6 +143,42 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         ConfigError: There is none; names the nearest.
     """
+    return named(name, "--quant")
+
+
+def named(name: str, option: str) -> Recipe:
     if name not in RECIPES:
-        raise ConfigError(f"unknown quantization recipe {name!r}", where="--quant", hint=nearest(name, list(RECIPES)))
+        raise ConfigError(f"unknown quantization recipe {name!r}", where=option, hint=nearest(name, list(RECIPES)))
     return RECIPES[name]
+
+
+def customized(name: str, exclude: Sequence[str], layers: Sequence[str]) -> Recipe:
+    """Return the recipe called `name` with what the user wants otherwise.
+
+    Args:
+        exclude: Patterns over checkpoint names, as `--exclude` takes them.
+        layers: "PATTERN=RECIPE" each, as `--quant-layer` takes them; the part after the last "=" is the recipe.
+
+    Raises:
+        ConfigError: A recipe is unknown, a pattern is empty, or the recipe quantizes nothing.
+    """
+    recipe = find_recipe(name)
+    if exclude and isinstance(recipe.linear, Plain) and not layers:
+        raise ConfigError(
+            f"recipe {name!r} quantizes nothing, so that there is nothing to exclude",
+            where="--exclude",
+            hint="leave it out, or choose a recipe with --quant",
+        )
+    if "" in exclude:
+        raise ConfigError("the pattern is empty", where="--exclude", hint="give one such as '*.o_proj.*'")
+    return replace(recipe, exclude=(*recipe.exclude, *exclude), layers=tuple(map(parse_rule, layers)))
+
+
+def parse_rule(text: str) -> LayerRule:
+    """Return the rule of "PATTERN=RECIPE"."""
+    pattern, equals, name = text.rpartition("=")
+    if not equals or not pattern:
+        raise ConfigError(
+            f"{text!r} is not PATTERN=RECIPE", where="--quant-layer", hint="such as '*.layers.0.*=int8-wo'"
+        )
+    return LayerRule(pattern, name, named(name, "--quant-layer").linear)

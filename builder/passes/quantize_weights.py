@@ -8,6 +8,7 @@ placeholder, hence the same blocks: one tensor in the engine.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -30,15 +31,19 @@ def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
     """Choose how each weight is stored. The count is that of weights in blocks; `declined` says why others are not.
 
     Raises:
-        ConfigError: the recipe keeps stored blocks, and the checkpoint has none.
+        ConfigError: the recipe keeps stored blocks, and the checkpoint has none; or a pattern matches no matrix.
     """
     log = Rewrite("choose_formats", 0)
-    if isinstance(recipe.linear, KeepStored) and program.info.source_kind != "gguf":
-        raise ConfigError(
-            f"recipe {recipe.name!r} keeps the blocks of a GGUF file, but the model is {program.info.source_kind!r}",
-            where="--quant",
-            hint="use int8-wo or int4-wo to quantize, or none",
-        )
+    keeps = [(recipe.name, recipe.linear, "--quant")]
+    keeps += [(rule.recipe, rule.scheme, "--quant-layer") for rule in recipe.layers]
+    for name, scheme, option in keeps:
+        if isinstance(scheme, KeepStored) and program.info.source_kind != "gguf":
+            raise ConfigError(
+                f"recipe {name!r} keeps the blocks of a GGUF file, but the model is {program.info.source_kind!r}",
+                where=option,
+                hint="use int8-wo or int4-wo to quantize, or none",
+            )
+    check_patterns(program, recipe)
     head, routers = lm_head(program), router_weights(program)
     reasons: dict[str, list[str]] = {}  # reason -> weights it holds for
     for node in [node for node in program.graph.nodes if program.weight_of(node) is not None]:
@@ -52,6 +57,20 @@ def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
     return log
 
 
+def check_patterns(program: Program, recipe: Recipe) -> None:
+    """Refuse a pattern that no matrix's name matches: it is most likely misspelt, and would do nothing."""
+    names = sorted({name for expr in program.weights.values() if len(expr.shape) > 1 for name in expr.sources()})
+    given = [(pattern, "--exclude") for pattern in recipe.exclude]
+    given += [(rule.pattern, "--quant-layer") for rule in recipe.layers]
+    for pattern, option in given:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"no weight of the checkpoint matches {pattern!r}",
+                where=option,
+                hint=f"matrices are called {', '.join(names[:3])}, ...; * stands for anything",
+            )
+
+
 def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None, routers: set[fx.Node]) -> str | None:
     """Apply the recipe to one weight; return why the weight was left plain although it is a matrix, or None."""
     expr = program.weights[node.name]
@@ -59,7 +78,13 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
     if node in routers:
         role, reason = None, "chooses experts, which rounding would change"
     scheme: Scheme = Plain() if role is None else getattr(recipe, role)
-    for tensor in sorted(together(program, node)):
+    tensors = sorted(together(program, node))
+    rule = next((rule for tensor in tensors if (rule := recipe.rule_of(tensor)) is not None), None)
+    if rule is not None and role is not None:
+        scheme = rule.scheme
+        if isinstance(scheme, Plain):
+            reason = f"recipe {rule.recipe!r} of {rule.pattern!r} keeps it plain"
+    for tensor in tensors:
         pattern = recipe.excludes(tensor)
         if pattern is not None:
             scheme, reason = Plain(), f"{tensor} is excluded by {pattern!r}"
@@ -72,7 +97,8 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
     if isinstance(scheme, Plain) and stored is not None:
         program.weights[node.name] = Dequantized(expr)
         return reason or f"dequantized from {stored.source}: recipe {recipe.name!r} keeps {role} plain"
-    if isinstance(scheme, Plain) and len(expr.shape) > 1 and not isinstance(recipe.linear, Plain):
+    quantizes = not all(isinstance(s, Plain) for s in (recipe.linear, *(rule.scheme for rule in recipe.layers)))
+    if isinstance(scheme, Plain) and len(expr.shape) > 1 and quantizes:
         return reason or f"recipe {recipe.name!r} keeps {role} plain"
     return None
 

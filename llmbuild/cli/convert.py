@@ -53,7 +53,22 @@ def convert(
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="none, int8-wo, int4-wo or gguf. Left out: gguf (the file's own blocks) for GGUF, else none.",
+            help="none, int8-wo, int8-wo-channel, int4-wo, int4-wo-g128, -g64 or -g32, each with -asym too, or gguf. "
+            "Left out: gguf (the file's own blocks) for GGUF, else none.",
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Leave weights plain whose name in the checkpoint matches ('*.o_proj.*'). May be given several times.",
+        ),
+    ] = None,
+    quant_layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=RECIPE",
+            help="Another recipe for weights whose name matches ('*.layers.0.*=int8-wo'). May be given several times.",
         ),
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Most sequences in one step.")] = 16,
@@ -100,6 +115,8 @@ def convert(
             dtype=dtype,
             sm=sm,
             quant=quant,
+            exclude=tuple(exclude or ()),
+            quant_layers=tuple(quant_layer or ()),
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,

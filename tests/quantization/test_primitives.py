@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
 from llmbuild.errors import ConfigError, ModelError
+from llmbuild.plugins.kernels.block_layout import pack_blocks
 from llmbuild.quantization.primitives import CHUNK, block_format, quantize_blocks
 from llmbuild.quantization.recipes import PerChannel, PerGroup, WeightOnly
 
 SCHEMES = [
     WeightOnly(bits, granularity, symmetric)
     for bits in (2, 4, 8)
-    for granularity in (PerGroup(4), PerGroup(32), PerChannel())
+    for granularity in (PerGroup(4), PerGroup(32), PerGroup(128), PerChannel())
     for symmetric in (True, False)
 ]
 
@@ -64,6 +65,44 @@ def test_rows_are_independent_so_merging_rows_changes_nothing(values: np.ndarray
     parts = [quantize_blocks(part, scheme, name="w") for part in (weight, weight.flip(0))]
     assert whole.q.equal(torch.cat([part.q for part in parts]))
     assert whole.scale.equal(torch.cat([part.scale for part in parts]))
+
+
+special = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1e-38, 1.0, -3.5, 1e4, -1e4])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 300)), elements=special), st.sampled_from(SCHEMES)
+)
+def test_zeros_constants_subnormals_and_outliers_stay_finite_and_in_range(
+    values: np.ndarray, scheme: WeightOnly
+) -> None:
+    """float64 as the reference: no value is further away than half a step of its own block."""
+    weight = torch.from_numpy(values)
+    blocks = quantize_blocks(weight, scheme, name="w")
+    size, columns = blocks.format.block_size, weight.shape[1]
+    back = blocks.dequantize()
+    assert bool(torch.isfinite(back).all())
+    step = spread(blocks.scale, size, columns).double()
+    usual = spread(blocks.scale, size, columns) != 1  # scale 1 stands for blocks without a range
+    error = (back.double() - weight.double()).abs()
+    assert bool((error[usual] <= 0.5001 * step[usual] + 1e-6 * spread_range(weight, size)[usual].double()).all())
+    assert bool((error[~usual] <= 0.5).all())
+    packed = [pack_blocks(blocks.q.numpy(), bits) for bits in (4, 8) if scheme.bits <= bits]
+    for units, bits in zip(packed, (bits for bits in (4, 8) if scheme.bits <= bits), strict=True):
+        assert (unpacked(units, bits)[:, :columns] == blocks.q.numpy()).all()
+
+
+def unpacked(units: np.ndarray, bits: int) -> np.ndarray:
+    """Values of 16-byte units, in order: what `block_layout` says, one value at a time."""
+    rows = []
+    for row in units:
+        values = []
+        for begin in range(0, len(row), 16):
+            unit = row[begin : begin + 16].tolist()
+            values += [byte & 15 for byte in unit] + [byte >> 4 for byte in unit] if bits == 4 else unit
+        rows.append(values)
+    return np.array(rows, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

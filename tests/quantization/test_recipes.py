@@ -12,7 +12,17 @@ from llmbuild.errors import ConfigError
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
 from llmbuild.quantization.expressions import Dequantized, Quantized
 from llmbuild.quantization.primitives import quantize_blocks
-from llmbuild.quantization.recipes import RECIPES, KeepStored, PerGroup, Plain, Recipe, WeightOnly, find_recipe
+from llmbuild.quantization.recipes import (
+    RECIPES,
+    KeepStored,
+    PerChannel,
+    PerGroup,
+    Plain,
+    Recipe,
+    WeightOnly,
+    customized,
+    find_recipe,
+)
 from support.small_programs import count, random, result, small_program
 
 linear, embedding = torch.nn.functional.linear, torch.nn.functional.embedding
@@ -88,13 +98,76 @@ def test_weights_used_by_other_ops_stay_plain_and_say_why() -> None:
     assert any(line.startswith("w: is used by sin aten.sin") for line in log.declined), log.declined
 
 
-def test_excluded_weights_stay_plain() -> None:
-    class Named(Constant):
-        def sources(self):
-            return frozenset({"model.layers.0.up.weight"})
+class Named(Constant):
+    def sources(self):
+        return frozenset({"model.layers.0.up.weight"})
 
+
+def named_program() -> Program:
     subject = program()
     subject.weights["up"] = Named(UP)
+    return subject
+
+
+def test_group_sizes_and_symmetry_are_in_the_names_of_recipes() -> None:
+    for size in (128, 64, 32):
+        for suffix, symmetric in (("", True), ("-asym", False)):
+            recipe = find_recipe(f"int4-wo-g{size}{suffix}")
+            assert recipe.linear == WeightOnly(4, PerGroup(size), symmetric)
+            assert recipe.lm_head == find_recipe("int8-wo").linear
+    assert find_recipe("int8-wo-channel").linear == WeightOnly(8, PerChannel())
+
+
+def test_a_rule_gives_some_weights_another_recipe() -> None:
+    subject = named_program()
+    log = choose_formats(subject, customized("int4-wo", [], ["*.up.*=int8-wo", "*=none"]))
+    assert subject.weights["up"].block_format.bits == 8 and subject.weights["down"].block_format.bits == 4
+    assert log.count == 3
+    subject = named_program()
+    log = choose_formats(subject, customized("int4-wo", [], ["*.up.*=none"]))
+    assert subject.weights["up"].block_format is None
+    assert "up: recipe 'none' of '*.up.*' keeps it plain" in log.declined
+
+
+def test_rules_alone_quantize_and_exclusions_come_first() -> None:
+    subject = named_program()
+    log = choose_formats(subject, customized("none", [], ["*.up.*=int8-wo"]))
+    assert subject.weights["up"].block_format.bits == 8 and log.count == 1
+    subject = named_program()
+    choose_formats(subject, customized("none", ["*.0.up.*"], ["*.up.*=int8-wo"]))
+    assert subject.weights["up"].block_format is None
+
+
+@pytest.mark.parametrize(
+    ("exclude", "layers", "text"),
+    [
+        (["*.q_proj.*"], [], r"no weight of the checkpoint matches '\*.q_proj.\*'(.|\n)*--exclude"),
+        ([], ["*.q_proj.*=int8-wo"], r"no weight of the checkpoint matches '\*.q_proj.\*'(.|\n)*--quant-layer"),
+        ([], ["*.up.*=gguf"], r"recipe 'gguf' keeps the blocks of a GGUF file(.|\n)*--quant-layer"),
+    ],
+)
+def test_patterns_that_would_do_nothing_are_refused(exclude: list[str], layers: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        choose_formats(named_program(), customized("int4-wo", exclude, layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "exclude", "layers", "text"),
+    [
+        ("none", ["*"], [], "nothing to exclude"),
+        ("int4-wo", [""], [], "the pattern is empty"),
+        ("int4-wo", [], ["*.up.*"], "'\\*.up.\\*' is not PATTERN=RECIPE"),
+        ("int4-wo", [], ["=int8-wo"], "is not PATTERN=RECIPE"),
+        ("int4-wo", [], ["*=int8w"], "unknown quantization recipe 'int8w'"),
+    ],
+)
+def test_rules_are_checked_before_anything_is_read(name: str, exclude: list, layers: list, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        customized(name, exclude, layers)
+
+
+def test_excluded_weights_stay_plain() -> None:
+    subject = named_program()
     recipe = Recipe("mine", "", WeightOnly(8, PerGroup(8)), Plain(), Plain(), exclude=("*.up.weight",))
     log = choose_formats(subject, recipe)
     assert log.count == 1 and subject.weights["up"].block_format is None

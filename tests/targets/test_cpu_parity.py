@@ -43,6 +43,17 @@ def test_weight_only(recipe: str, native: bool, tmp_path: Path) -> None:
     assert largest_difference(got, expected) < (1e-5 if native else 0.1)
 
 
+@pytest.mark.parametrize("recipe", ["int8-wo-channel", "int4-wo-g128", "int4-wo-g128-asym", "int4-wo-g64-asym"])
+@pytest.mark.parametrize("native", FORMS)
+def test_larger_groups(recipe: str, native: bool, tmp_path: Path) -> None:
+    """down_proj has 160 columns: whole groups and a part of one, or one scale a row."""
+    program = optimized(tmp_path, "llama", recipe, intermediate_size=160)
+    expected = oracle_logits(program)
+    target = compiled(program, tmp_path / "engine", native=native)
+    got = session_logits(open_session(tmp_path / "engine", target), target)
+    assert largest_difference(got, expected) < (1e-5 if native else 0.15)
+
+
 @needs_compiler
 def test_packed_graph_is_still_right_for_the_oracle(tmp_path: Path) -> None:
     """The target's own pass keeps the graph executable: the oracle gives the same logits before and after."""

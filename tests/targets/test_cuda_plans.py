@@ -48,7 +48,16 @@ def difference(program: Program, planned: Planned) -> float:
     return float(np.abs(found - expected)[asked].max() / np.abs(expected[asked]).max())
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("llama", "int8-wo"), ("gemma2", "int4-wo"), ("mixtral", "int8-wo")])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", "int8-wo"),
+        ("gemma2", "int4-wo"),
+        ("mixtral", "int8-wo"),
+        ("llama", "int8-wo-channel"),
+        ("llama", "int4-wo-g64-asym"),
+    ],
+)
 def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(
     family: str, recipe: str, tmp_path: Path
 ) -> None:

@@ -190,7 +190,7 @@ def half_scales(weight: Blocks) -> bool:
 
 
 def native_block(weight: Blocks) -> int:
-    """Columns of a record: 16, or 32 for all larger blocks, whose scale is then repeated."""
+    """Columns of a record: 16, or 32 for all other blocks, whose scale is then repeated."""
     return 16 if weight.block_size == 16 else 32
 
 
@@ -219,7 +219,7 @@ def native_records(weight: Blocks) -> Array:
 
 def scale_bytes(weight: Blocks, scale: Array, tiles: int, blocks: int) -> Array:
     """Return uint8 [tiles, blocks, 16 or 32] of a float32 [N, ceil(K / block_size)] scale or offset."""
-    scale = np.repeat(scale, weight.block_size // native_block(weight), axis=1)[:, :blocks]
+    scale = np.repeat(scale, -(-weight.block_size // native_block(weight)), axis=1)[:, :blocks]
     scale = padded(scale, tiles * 8, blocks, 0)
     if half_scales(weight):
         half = scale.astype(np.float16)

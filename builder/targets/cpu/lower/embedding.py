@@ -10,10 +10,11 @@ from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, dtype, rank, size
 from llmbuild.builder.targets.cpu.emitter import NATIVE, Emitter
-from llmbuild.builder.targets.cpu.layouts import Blocks, NBits, blocks_of, dequantized, native_block
+from llmbuild.builder.targets.cpu.layouts import Blocks, NBits, blocks_of, dequantized
 from llmbuild.builder.targets.cpu.lower.linear import (
     block_form,
     external,
+    has_nbits_kernel,
     nbits_weights,
     records,
     weight_attributes,
@@ -36,7 +37,7 @@ def embedding_blockwise(e: Emitter, node: fx.Node) -> str:
         flat = name if rank(ids) == 1 else reshape(e, name, -1)
         flat = cast(e, flat, dtype(ids), torch.int32)
         rows = e.op("BlockEmbedding", flat, records(e, weight), domain=NATIVE, **weight_attributes(weight))
-    elif bits == 8 and not weight.has_offset and native_block(weight) != 16:
+    elif bits == 8 and not weight.has_offset and has_nbits_kernel(block_size):
         rows = gathered(e, name, weight)
     else:
         table = external(e, weight, "float32", (weight.rows, weight.columns), dequantized, storage="float32")
@@ -56,10 +57,10 @@ def gathered(e: Emitter, ids: str, weight: Blocks) -> str:
 
 
 def whole_blocks(node: fx.Node) -> str | None:
-    bits, block_size, zero = arguments(node)[4:7]
+    bits, block_size = arguments(node)[4:6]
     columns = size(node)[-1]
     assert isinstance(columns, int)
-    return block_form(bits, block_size, zero) or (
+    return block_form(bits, block_size, columns) or (
         None if columns % block_size == 0 else f"{columns} columns are not whole blocks of {block_size}"
     )
 

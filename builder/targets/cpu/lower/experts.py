@@ -186,8 +186,17 @@ def per_block(weight: Blocks, part: int) -> Array:
 
 
 def known_forms(node: fx.Node) -> str | None:
-    up, down = arguments(node)[6], arguments(node)[10]
-    return block_form(*up[1:]) or block_form(*down[1:])
+    up_q, *_, up, down_q = arguments(node)[3:8]
+    down = arguments(node)[10]
+    return expert_form(up_q, up) or expert_form(down_q, down)
+
+
+def expert_form(q: fx.Node, form: list[int]) -> str | None:
+    _, bits, block_size, _ = form
+    columns = size(q)[-1]
+    if bits == 4 and block_size % 2:
+        return f"4-bit blocks of {block_size} columns, which is odd"
+    return block_form(bits, block_size, columns)
 
 
 RULES: dict[Any, Rule] = {

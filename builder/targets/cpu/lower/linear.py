@@ -67,21 +67,30 @@ def linear_blockwise(e: Emitter, node: fx.Node) -> str:
     bias_name = "" if bias is None else e.tensor(bias)
     if e.native:
         return on_rows(e, node, x, lambda rows: block_linear(e, rows, weight, bias_name))
-    if native_block(weight) == 16 or weight.block_size > 256:
+    if not has_nbits_kernel(weight.block_size):
         return on_rows(e, node, x, lambda rows: dequantized_linear(e, rows, weight, bias_name))
     return on_rows(e, node, x, lambda rows: matmul_nbits(e, rows, weight, bias_name))
 
 
+def has_nbits_kernel(block_size: int) -> bool:
+    """Whether MatMulNBits multiplies such blocks fast; it does so for powers of two from 32 to 256."""
+    return block_size in (32, 64, 128, 256)
+
+
 def linear_form(node: fx.Node) -> str | None:
-    bits, block_size, zero = arguments(node)[-3:]
-    return block_form(bits, block_size, zero)
+    bits, block_size, _ = arguments(node)[-3:]
+    return block_form(bits, block_size, size(node.args[1])[-1])  # type: ignore[arg-type]
 
 
-def block_form(bits: int, block_size: int, zero: int) -> str | None:
+def block_form(bits: int, block_size: int, columns: int | Any) -> str | None:
+    """Return why blocks of a weight of so many columns cannot be held, or None.
+
+    Records hold 32 columns, or 16: a scale must cover whole records, or all that there are of a row.
+    """
     if bits not in (4, 8):
         return f"{bits}-bit blocks (4 and 8 are known)"
-    if block_size < 16 or block_size & (block_size - 1):
-        return f"blocks of {block_size} columns (powers of two from 16 are known)"
+    if block_size != 16 and block_size % 32 and block_size < columns:
+        return f"blocks of {block_size} columns (16, multiples of 32 and whole rows are known)"
     return None
 
 
