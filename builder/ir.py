@@ -78,6 +78,8 @@ class ModelInfo:
     pad_token_id: int | None
     source_kind: str  # "huggingface" or "gguf"
     source_files: tuple[tuple[str, int, str], ...]  # (name, bytes, sha256) of every file read
+    quantized: str | None = None  # name of the format of a quantized Hugging Face checkpoint
+    scattered: tuple[str, ...] = ()  # weights of such a checkpoint with groups of columns that are not neighbours
 
 
 @dataclass

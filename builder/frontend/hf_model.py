@@ -55,6 +55,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def forget_quantization(config: PretrainedConfig) -> None:
+    """Drop what the config says about quantized weights, so that transformers builds plain modules for the trace."""
+    for key in ("quantization_config", "compression_config"):
+        if hasattr(config, key):
+            delattr(config, key)
+
+
 def load_generation_config(directory: Path) -> dict[str, Any]:
     """Return `generation_config.json` as it is, or {}."""
     file = directory / GENERATION_CONFIG

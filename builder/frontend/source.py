@@ -25,6 +25,8 @@ class ModelSource:
         files: Every file read.
         rope_factors: Divisors of the rotary frequencies [D/2] that the config cannot express, or None.
         notices: Facts about the config for the report.
+        quantized: Name of the format of a quantized checkpoint, None for others.
+        scattered: Weights of such a checkpoint that no blocks hold, `QuantizedCheckpoint.scattered`.
     """
 
     name: str
@@ -35,3 +37,5 @@ class ModelSource:
     files: tuple[Path, ...]
     rope_factors: Tensor | None = None
     notices: tuple[str, ...] = ()
+    quantized: str | None = None
+    scattered: tuple[str, ...] = ()
