@@ -17,6 +17,7 @@ from llmbuild.builder.passes.fold_weights import fold_weights
 from llmbuild.builder.passes.gated_activation import gated_activation
 from llmbuild.builder.passes.gather_rows import gather_rows
 from llmbuild.builder.passes.layer_norm import layer_norm
+from llmbuild.builder.passes.linear_inputs import Calibrate
 from llmbuild.builder.passes.merge_linears import merge_linears
 from llmbuild.builder.passes.quantize_weights import choose_formats, use_blocks
 from llmbuild.builder.passes.rms_norm import rms_norm
@@ -28,7 +29,7 @@ from llmbuild.quantization.recipes import Recipe
 Pass = Callable[[Program], Rewrite]
 
 
-def phases(recipe: Recipe) -> list[tuple[str, Pass]]:
+def phases(recipe: Recipe, calibrate: Calibrate | None = None) -> list[tuple[str, Pass]]:
     """The passes in the order in which they run."""
     return [
         # One spelling, no batch axis, no computation on weights.
@@ -50,7 +51,7 @@ def phases(recipe: Recipe) -> list[tuple[str, Pass]]:
         ("cleanup_heads", cleanup),
         ("add_rms_norm", add_rms_norm),
         # Precision, then the merges that it allows.
-        ("choose_formats", partial(choose_formats, recipe=recipe)),
+        ("choose_formats", partial(choose_formats, recipe=recipe, calibrate=calibrate)),
         ("merge_linears", merge_linears),
         ("gather_rows", gather_rows),
         ("use_blocks", use_blocks),
@@ -59,10 +60,17 @@ def phases(recipe: Recipe) -> list[tuple[str, Pass]]:
     ]
 
 
-def optimize(program: Program, recipe: Recipe, *, after_pass: Callable[[str, Program], None] | None = None) -> None:
+def optimize(
+    program: Program,
+    recipe: Recipe,
+    *,
+    calibrate: Calibrate | None = None,
+    after_pass: Callable[[str, Program], None] | None = None,
+) -> None:
     """Run all passes on `program`, in place, and append what they did to `program.rewrites`.
 
     Args:
+        calibrate: Gives the statistics that a calibrated recipe asks for.
         after_pass: Called with each pass's name and the program once the pass is verified: dumps, timing, comparisons.
 
     Raises:
@@ -71,7 +79,7 @@ def optimize(program: Program, recipe: Recipe, *, after_pass: Callable[[str, Pro
     """
     verifier = Verifier()
     done: list[str] = []
-    for name, apply in phases(recipe):
+    for name, apply in phases(recipe, calibrate):
         try:
             rewrite = apply(program)
             verifier.check(program)

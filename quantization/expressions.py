@@ -33,6 +33,11 @@ class Source(Protocol):
     def held(self, elements: int) -> int: ...
 
 
+def name_of(source: Source) -> str:
+    """Return the checkpoint names of a weight, for errors."""
+    return ", ".join(sorted(source.sources()))
+
+
 @dataclass(frozen=True)
 class Quantized:
     """`source` [N, K] rounded to nearest by `scheme`. Nothing is kept between loads."""
@@ -56,7 +61,7 @@ class Quantized:
         return self.load_blocks().dequantize().to(self.dtype)
 
     def load_blocks(self) -> BlockTensor:
-        return quantize_blocks(self.source.load(), self.scheme, name=self._name())
+        return quantize_blocks(self.source.load(), self.scheme, name=name_of(self.source))
 
     def sources(self) -> frozenset[str]:
         return self.source.sources()
@@ -67,7 +72,7 @@ class Quantized:
     def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
         row = 0
         for piece in self.source.pieces(elements):
-            yield quantize_blocks(piece, self.scheme, name=self._name(), first_row=row)
+            yield quantize_blocks(piece, self.scheme, name=name_of(self.source), first_row=row)
             row += piece.shape[0]
 
     def held(self, elements: int) -> int:
@@ -75,9 +80,6 @@ class Quantized:
         piece = min(math.prod(self.shape), max(1, elements // columns) * columns)
         # q and its scales, and what rounding a chunk of it holds in float32.
         return self.source.held(elements) + 2 * piece + 6 * 4 * min(piece, max(CHUNK, columns))
-
-    def _name(self) -> str:
-        return ", ".join(sorted(self.sources()))
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,29 @@ class WeightOnly:
         return f"int{self.bits} per {shared}" + ("" if self.symmetric else ", asymmetric")
 
 
-Scheme = Plain | KeepStored | WeightOnly
+@dataclass(frozen=True)
+class Gptq:
+    """Like `rounding`, but what rounding a column loses is made up for by the columns after it (`quantization.gptq`).
+
+    Args:
+        damping: Added to the diagonal of the Gram matrix, as a part of its mean.
+        act_order: Round columns of large inputs first; the groups stay those of neighbouring columns.
+    """
+
+    rounding: WeightOnly
+    damping: float = 0.01
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.damping > 0:
+            raise ConfigError(f"GPTQ needs a damping above 0, not {self.damping}")
+
+    def __str__(self) -> str:
+        return f"{self.rounding}, GPTQ" + (" by size of inputs" if self.act_order else "")
+
+
+Calibrated = Gptq  # schemes that need statistics of what a linear reads
+Scheme = Plain | KeepStored | WeightOnly | Gptq
 
 
 @dataclass(frozen=True)
@@ -99,6 +121,11 @@ class Recipe:
     exclude: tuple[str, ...] = ()
     layers: tuple[LayerRule, ...] = ()
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs statistics of what linears read."""
+        return any(isinstance(scheme, Calibrated) for scheme in (self.linear, *(rule.scheme for rule in self.layers)))
+
     def excludes(self, tensor: str) -> str | None:
         """Return the pattern that excludes a checkpoint tensor, or None."""
         return next((pattern for pattern in self.exclude if fnmatchcase(tensor, pattern)), None)
@@ -118,6 +145,7 @@ INT8 = WeightOnly(bits=8, granularity=PerGroup(32))
 INT4 = WeightOnly(bits=4, granularity=PerGroup(32))
 GGUF = KeepStored("gguf")
 INT8_CHANNEL = WeightOnly(bits=8, granularity=PerChannel())
+GPTQ = Gptq(WeightOnly(bits=4, granularity=PerGroup(128)))
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -133,6 +161,7 @@ RECIPES: dict[str, Recipe] = {
             for symmetric, suffix in ((True, ""), (False, "-asym"))
             for size in (128, 64, 32)
         ),
+        Recipe("int4-gptq", f"{GPTQ}, lm_head {INT8}", GPTQ, INT8, Plain()),
     )
 }
 

@@ -1,15 +1,16 @@
 """Store weights as the recipe says: first choose, then, after linears are merged, use block-quantized ops.
 
-`choose_formats` wraps weight expressions (`Quantized`, `Dequantized`) or leaves stored blocks as they are. It runs
-before `merge_linears`, which then merges only what is stored alike. `use_blocks` turns every linear and embedding whose
-weight is in blocks into `linear_blockwise` and `embedding_blockwise`. A tied embedding and lm_head read one weight
-placeholder, hence the same blocks: one tensor in the engine.
+`choose_formats` wraps weight expressions (`Quantized`, `Compensated`, `Dequantized`) or leaves stored blocks as they
+are, and has the model calibrated where the recipe asks for it. It runs before `merge_linears`, which then merges only
+what is stored alike. `use_blocks` turns every linear and embedding whose weight is in blocks into `linear_blockwise`
+and `embedding_blockwise`. A tied embedding and lm_head read one weight placeholder, hence the same blocks: one tensor
+in the engine.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,37 +18,45 @@ from torch import fx
 from llmbuild.builder.ir import BlockPart, Program, Rewrite, Stack, WeightExpr
 from llmbuild.builder.passes.edit import arg, arguments, call, describe, dtype, is_call, replace
 from llmbuild.builder.passes.fold_weights import new_weight
+from llmbuild.builder.passes.keep_stored import check_stored
+from llmbuild.builder.passes.linear_inputs import Calibrate, Known, known_inputs
 from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.errors import ConfigError
+from llmbuild.quantization.compensated import Compensated
 from llmbuild.quantization.expressions import Dequantized, Quantized
-from llmbuild.quantization.recipes import KeepStored, Plain, Recipe, Scheme, WeightOnly
+from llmbuild.quantization.recipes import Calibrated, Gptq, KeepStored, Plain, Recipe, Scheme, WeightOnly
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
 LINEARS = (aten.linear.default, llmbuild.linear_blockwise.default)
 
 
-def choose_formats(program: Program, recipe: Recipe) -> Rewrite:
+def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None = None) -> Rewrite:
     """Choose how each weight is stored. The count is that of weights in blocks; `declined` says why others are not.
 
+    Args:
+        calibrate: Gives statistics of what linears read; called once, and only if the recipe makes use of them.
+
     Raises:
-        ConfigError: the recipe keeps stored blocks, and the checkpoint has none; or a pattern matches no matrix.
+        UnsupportedError: the recipe keeps what is stored, and no blocks hold it.
+        ConfigError: the recipe keeps what is stored, and that is not quantized; or a pattern matches no matrix; or
+            statistics are needed and there are none.
     """
     log = Rewrite("choose_formats", 0)
     keeps = [(recipe.name, recipe.linear, "--quant")]
     keeps += [(rule.recipe, rule.scheme, "--quant-layer") for rule in recipe.layers]
     for name, scheme, option in keeps:
-        if isinstance(scheme, KeepStored) and program.info.source_kind != "gguf":
-            raise ConfigError(
-                f"recipe {name!r} keeps the blocks of a GGUF file, but the model is {program.info.source_kind!r}",
-                where=option,
-                hint="use int8-wo or int4-wo to quantize, or none",
-            )
+        if isinstance(scheme, KeepStored):
+            check_stored(program.info, name, scheme, option)
     check_patterns(program, recipe)
     head, routers = lm_head(program), router_weights(program)
+    weights = [node for node in program.graph.nodes if program.weight_of(node) is not None]
+    choices = {node: choose(program, node, recipe, head, routers) for node in weights}
+    calibrated = {node for node, choice in choices.items() if isinstance(choice.scheme, Calibrated)}
+    known = known_inputs(program, recipe, calibrated, calibrate)
     reasons: dict[str, list[str]] = {}  # reason -> weights it holds for
-    for node in [node for node in program.graph.nodes if program.weight_of(node) is not None]:
-        reason = choose(program, node, recipe, head, routers)
+    for node, choice in choices.items():
+        reason = store(program, node, choice, known.get(node))
         if reason is not None:
             reasons.setdefault(reason, []).append(node.name)
         log.count += program.weights[node.name].block_format is not None
@@ -71,8 +80,15 @@ def check_patterns(program: Program, recipe: Recipe) -> None:
             )
 
 
-def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None, routers: set[fx.Node]) -> str | None:
-    """Apply the recipe to one weight; return why the weight was left plain although it is a matrix, or None."""
+class Choice(NamedTuple):
+    """scheme: how a weight is stored. reason: why it is left as it is although it is a matrix, or None."""
+
+    scheme: Scheme
+    reason: str | None = None
+
+
+def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None, routers: set[fx.Node]) -> Choice:
+    """Return what the recipe says of one weight."""
     expr = program.weights[node.name]
     role, reason = role_of(program, node, head)
     if node in routers:
@@ -89,18 +105,32 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
         if pattern is not None:
             scheme, reason = Plain(), f"{tensor} is excluded by {pattern!r}"
     stored = expr.block_format
-    if isinstance(scheme, WeightOnly) and stored is not None and stored.bits <= scheme.bits:
-        return f"kept in {stored.bits} bits as stored ({stored.source}); rounding again to {scheme.bits} gains nothing"
-    if isinstance(scheme, WeightOnly):
-        program.weights[node.name] = quantized(expr, scheme)
-        return None
+    if isinstance(scheme, WeightOnly | Gptq) and stored is not None:
+        bits = (scheme.rounding if isinstance(scheme, Gptq) else scheme).bits
+        if stored.bits <= bits:
+            kept = f"kept in {stored.bits} bits as stored ({stored.source}); rounding again to {bits} gains nothing"
+            return Choice(KeepStored(), kept)
     if isinstance(scheme, Plain) and stored is not None:
-        program.weights[node.name] = Dequantized(expr)
-        return reason or f"dequantized from {stored.source}: recipe {recipe.name!r} keeps {role} plain"
+        return Choice(scheme, reason or f"dequantized from {stored.source}: recipe {recipe.name!r} keeps {role} plain")
     quantizes = not all(isinstance(s, Plain) for s in (recipe.linear, *(rule.scheme for rule in recipe.layers)))
     if isinstance(scheme, Plain) and len(expr.shape) > 1 and quantizes:
-        return reason or f"recipe {recipe.name!r} keeps {role} plain"
-    return None
+        return Choice(scheme, reason or f"recipe {recipe.name!r} keeps {role} plain")
+    return Choice(scheme)
+
+
+def store(program: Program, node: fx.Node, choice: Choice, known: Known | None) -> str | None:
+    """Give one weight the expression that was chosen; return what is to be said about it, or None."""
+    expr, scheme = program.weights[node.name], choice.scheme
+    if isinstance(scheme, WeightOnly):
+        program.weights[node.name] = quantized(expr, scheme)
+    elif isinstance(scheme, Gptq):
+        if known is None:
+            program.weights[node.name] = quantized(expr, scheme.rounding)
+            return "rounded to nearest: it is not the weight of one linear alone, whose inputs were observed"
+        program.weights[node.name] = Compensated(expr, scheme, *known)
+    elif isinstance(scheme, Plain) and expr.block_format is not None:
+        program.weights[node.name] = Dequantized(expr)
+    return choice.reason
 
 
 def quantized(expr: WeightExpr, scheme: WeightOnly) -> WeightExpr:

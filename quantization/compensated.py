@@ -1,0 +1,92 @@
+"""Weights that are rounded with what calibration knows of their inputs: lazy, as `quantization.expressions`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmbuild.quantization.blocks import BlockFormat, BlockTensor
+from llmbuild.quantization.expressions import Source, name_of
+from llmbuild.quantization.gptq import Factor, factor, gptq_format, round_rows
+from llmbuild.quantization.recipes import Gptq
+
+
+class Statistics(Protocol):
+    """What is needed of calibration; `calibration.file.StatisticsFile` has it."""
+
+    def gram(self, key: str) -> Tensor: ...
+
+
+class LastFactor:
+    """Remembers the factor made last: the weights that read one input (q, k, v) are rounded one after the other."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Statistics, str, Gptq, Factor] | None = None
+
+    def of(self, statistics: Statistics, key: str, scheme: Gptq) -> Factor:
+        if self._held is not None and self._held[0] is statistics and self._held[1:3] == (key, scheme):
+            return self._held[3]
+        self._held = None  # free it before the next is made
+        found = factor(statistics.gram(key), scheme, name=key)
+        self._held = (statistics, key, scheme, found)
+        return found
+
+    def forget(self) -> None:
+        """Free it. Call once all weights are written."""
+        self._held = None
+
+
+LAST_FACTOR = LastFactor()
+
+
+@dataclass(frozen=True)
+class Compensated:
+    """`source` [N, K] rounded by GPTQ, with the Gram matrix of the input called `key`. Nothing of it is kept."""
+
+    source: Source
+    scheme: Gptq
+    statistics: Statistics
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return gptq_format(self.scheme, self.shape[1])
+
+    def load(self) -> Tensor:
+        return self.load_blocks().dequantize().to(self.dtype)
+
+    def load_blocks(self) -> BlockTensor:
+        found = LAST_FACTOR.of(self.statistics, self.key, self.scheme)
+        return round_rows(self.source.load(), self.scheme, found, name=name_of(self.source))
+
+    def sources(self) -> frozenset[str]:
+        return self.source.sources()
+
+    def pieces(self, elements: int) -> Iterator[Tensor]:
+        return (blocks.dequantize().to(self.dtype) for blocks in self.block_pieces(elements))
+
+    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
+        row = 0
+        for piece in self.source.pieces(elements):
+            found = LAST_FACTOR.of(self.statistics, self.key, self.scheme)
+            yield round_rows(piece, self.scheme, found, name=name_of(self.source), first_row=row)
+            row += piece.shape[0]
+
+    def held(self, elements: int) -> int:
+        columns = self.shape[1]
+        piece = min(math.prod(self.shape), max(1, elements // columns) * columns)
+        # The factor and, while it is made, the Gram matrix and three of its size in float64; of a piece float32 copies.
+        return self.source.held(elements) + (2 * 4 + 3 * 8) * columns**2 + 5 * 4 * piece
