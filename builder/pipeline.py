@@ -19,6 +19,7 @@ from llmbuild.builder.passes.gather_rows import gather_rows
 from llmbuild.builder.passes.layer_norm import layer_norm
 from llmbuild.builder.passes.linear_inputs import Calibrate
 from llmbuild.builder.passes.merge_linears import merge_linears
+from llmbuild.builder.passes.one_expert import one_expert
 from llmbuild.builder.passes.quantize_weights import choose_formats, use_blocks
 from llmbuild.builder.passes.rms_norm import rms_norm
 from llmbuild.builder.passes.rope import rope
@@ -39,6 +40,7 @@ def phases(recipe: Recipe, calibrate: Calibrate | None = None) -> list[tuple[str
         ("drop_batch_axis", drop_batch_axis),
         ("cleanup_tokens", cleanup),
         ("canonical_linear", canonical_linear),
+        ("one_expert", one_expert),
         ("stack_experts", stack_experts),
         ("fold_weights", fold_weights),
         ("cse_weights", cse),
