@@ -92,7 +92,7 @@ def trace(fake: FakeModel) -> Trace:
             where=type(fake.model).__name__,
             hint=error.what.splitlines()[0],
         ) from error
-    notice = f"{fake.own_experts}: none behind transformers' interface; all that there are run for all tokens"
+    notice = f"{fake.own_experts}: not behind transformers' interface: traced as the model's code computes them"
     return replace(traced, notices=(*traced.notices, notice))
 
 

@@ -14,7 +14,8 @@ from llmbuild.builder.frontend import bind
 from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
 from llmbuild.builder.frontend.safetensors_file import StoredTensor
 from llmbuild.builder.ir import BlockPart, Cast, Concat, Constant, Item, Map, Stack, items
-from llmbuild.builder.targets.cpu import emitter, layouts
+from llmbuild.builder.targets import weight_file
+from llmbuild.builder.targets.cpu import layouts
 from llmbuild.builder.targets.cpu.layouts import whole_tiles
 from llmbuild.errors import ModelError
 from llmbuild.quantization.expressions import Dequantized, Quantized
@@ -102,7 +103,7 @@ def test_small_pieces_give_the_same_file(
     reads = []
     load = StoredTensor.load
     monkeypatch.setattr(StoredTensor, "load", lambda self: (reads.append(math.prod(self.shape)), load(self))[1])
-    for module in (emitter, layouts):
+    for module in (weight_file, layouts):
         monkeypatch.setattr(module, "PIECE", 640)
     compiled(program, tmp_path / "pieces", native=native)
     for name in ("plan/model.onnx", "weights/cpu.safetensors"):

@@ -9,7 +9,7 @@ planner.py      places of the buffers in the arena
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -84,7 +84,7 @@ def plan_program(program: Program, limits: EngineLimits, hardware: Hardware, par
         block_size=limits.block_size,
     )
     lowered = Lowered(program, parts, bounds, hardware)
-    rows = {spec.name: lowered.kernel(spec) for spec in specs(parts, pdl=hardware.pdl)}
+    rows = {spec.name: spec for spec in specs(parts, pdl=hardware.pdl)}
     problems: list[tuple[fx.Node, str]] = []
     for part in parts.parts:
         if isinstance(part, Launch):
@@ -100,7 +100,8 @@ def plan_program(program: Program, limits: EngineLimits, hardware: Hardware, par
     return finish(lowered)
 
 
-def row_op(lowered: Lowered, part: Launch, kernel: str) -> KernelOp:
+def row_op(lowered: Lowered, part: Launch, spec: KernelSpec) -> KernelOp:
+    kernel = lowered.kernel(replace(spec, grid=part.grid))
     places = tuple(lowered.place(name) for name in part.arguments)
     return KernelOp(kernel=kernel, arguments=places, label=label(part.arguments[: len(part.kernel.outputs)]))
 

@@ -53,10 +53,14 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Launch:
-    """A row program's kernel with the buffers of this launch, in the order of the parameters."""
+    """A row program's kernel with the buffers of this launch, in the order of the parameters.
+
+    grid: of this launch: a kernel does the same to rows of tokens and to rows of logits.
+    """
 
     kernel: RowProgram
     arguments: tuple[str, ...]
+    grid: tuple[str, str, str]
 
 
 @dataclass
@@ -103,8 +107,8 @@ def partition(program: Program) -> Partition:
                 problems.setdefault(problem.node, problem.reason)
                 continue
             types = tuple(str(plan.named[argument].dtype) for argument in kernel.arguments)
-            shared = kernels.setdefault((anonymous(kernel.source), types, kernel.grid), kernel)
-            parts.append(Launch(shared, kernel.arguments))
+            shared = kernels.setdefault((anonymous(kernel.source), types), kernel)
+            parts.append(Launch(shared, kernel.arguments, kernel.grid))
     raise_unsupported("cuda", list(problems.items()))
     return Partition(parts, plan.used_buffers(parts), list(kernels.values()), plan.output)
 
