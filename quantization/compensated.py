@@ -19,7 +19,13 @@ from llmbuild.quantization.recipes import Gptq
 class Statistics(Protocol):
     """What is needed of calibration; `calibration.file.StatisticsFile` has it."""
 
-    def gram(self, key: str) -> Tensor: ...
+    def gram(self, key: str) -> Tensor:
+        """Return XᵀX of an input, float32 [K, K]."""
+        ...
+
+    def mean(self, key: str) -> Tensor:
+        """Return mean |x| of each channel, float64 [K]."""
+        ...
 
 
 class LastFactor:

@@ -86,8 +86,27 @@ class Gptq:
         return f"{self.rounding}, GPTQ" + (" by size of inputs" if self.act_order else "")
 
 
-Calibrated = Gptq  # schemes that need statistics of what a linear reads
-Scheme = Plain | KeepStored | WeightOnly | Gptq
+@dataclass(frozen=True)
+class Awq:
+    """Like `rounding`, but channels of large inputs are held larger, and what feeds them smaller (`quantization.awq`).
+
+    Args:
+        steps: How many exponents above 0, up to 1, are tried.
+    """
+
+    rounding: WeightOnly
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"AWQ tries at least 1 exponent, not {self.steps}")
+
+    def __str__(self) -> str:
+        return f"{self.rounding}, AWQ"
+
+
+Calibrated = Gptq | Awq  # schemes that need statistics of what a linear reads
+Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq
 
 
 @dataclass(frozen=True)
@@ -146,6 +165,7 @@ INT4 = WeightOnly(bits=4, granularity=PerGroup(32))
 GGUF = KeepStored("gguf")
 INT8_CHANNEL = WeightOnly(bits=8, granularity=PerChannel())
 GPTQ = Gptq(WeightOnly(bits=4, granularity=PerGroup(128)))
+AWQ = Awq(WeightOnly(bits=4, granularity=PerGroup(128)))
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -161,6 +181,7 @@ RECIPES: dict[str, Recipe] = {
             for symmetric, suffix in ((True, ""), (False, "-asym"))
             for size in (128, 64, 32)
         ),
+        Recipe("int4-awq", f"{AWQ}, lm_head {INT8}", AWQ, INT8, Plain()),
         Recipe("int4-gptq", f"{GPTQ}, lm_head {INT8}", GPTQ, INT8, Plain()),
     )
 }

@@ -79,14 +79,17 @@ Calibrate = Callable[[Program, Sequence[LinearInput], frozenset[str]], Statistic
 
 
 def known_inputs(
-    program: Program, recipe: Recipe, calibrated: Collection[fx.Node], calibrate: Calibrate | None
+    program: Program,
+    inputs: Sequence[LinearInput],
+    recipe: Recipe,
+    calibrated: Collection[fx.Node],
+    calibrate: Calibrate | None,
 ) -> dict[fx.Node, Known]:
     """Return the statistics of what reads each weight of `calibrated`; weights of no input have none.
 
     Raises:
         ConfigError: There is no calibration.
     """
-    inputs = linear_inputs(program)
     weights = {each.key: [w for w in (arg(node, 1) for node in each.linears) if w in calibrated] for each in inputs}
     needed = frozenset(key for key, nodes in weights.items() if nodes)
     if not needed:

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from llmbuild.builder.ir import BlockPart, Program, Rewrite, Stack, WeightExpr
+from llmbuild.builder.ir import BlockPart, Cast, Program, Rewrite, Stack, WeightExpr
 from llmbuild.builder.passes.edit import arg, arguments, call, describe, dtype, is_call, replace
 from llmbuild.builder.passes.fold_weights import new_weight
 from llmbuild.builder.passes.keep_stored import check_stored
-from llmbuild.builder.passes.linear_inputs import Calibrate, Known, known_inputs
+from llmbuild.builder.passes.linear_inputs import Calibrate, Known, known_inputs, linear_inputs
+from llmbuild.builder.passes.scale_inputs import scale_inputs
 from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.compensated import Compensated
 from llmbuild.quantization.expressions import Dequantized, Quantized
-from llmbuild.quantization.recipes import Calibrated, Gptq, KeepStored, Plain, Recipe, Scheme, WeightOnly
+from llmbuild.quantization.recipes import Awq, Calibrated, Gptq, KeepStored, Plain, Recipe, Scheme, WeightOnly
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
@@ -53,7 +54,10 @@ def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None
     weights = [node for node in program.graph.nodes if program.weight_of(node) is not None]
     choices = {node: choose(program, node, recipe, head, routers) for node in weights}
     calibrated = {node for node, choice in choices.items() if isinstance(choice.scheme, Calibrated)}
-    known = known_inputs(program, recipe, calibrated, calibrate)
+    inputs = linear_inputs(program)
+    known = known_inputs(program, inputs, recipe, calibrated, calibrate)
+    schemes = {node: choice.scheme for node, choice in choices.items()}
+    log.declined += scale_inputs(program, inputs, schemes, known)
     reasons: dict[str, list[str]] = {}  # reason -> weights it holds for
     for node, choice in choices.items():
         reason = store(program, node, choice, known.get(node))
@@ -105,8 +109,8 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
         if pattern is not None:
             scheme, reason = Plain(), f"{tensor} is excluded by {pattern!r}"
     stored = expr.block_format
-    if isinstance(scheme, WeightOnly | Gptq) and stored is not None:
-        bits = (scheme.rounding if isinstance(scheme, Gptq) else scheme).bits
+    if isinstance(scheme, WeightOnly | Calibrated) and stored is not None:
+        bits = (scheme.rounding if isinstance(scheme, Calibrated) else scheme).bits
         if stored.bits <= bits:
             kept = f"kept in {stored.bits} bits as stored ({stored.source}); rounding again to {bits} gains nothing"
             return Choice(KeepStored(), kept)
@@ -123,10 +127,13 @@ def store(program: Program, node: fx.Node, choice: Choice, known: Known | None) 
     expr, scheme = program.weights[node.name], choice.scheme
     if isinstance(scheme, WeightOnly):
         program.weights[node.name] = quantized(expr, scheme)
-    elif isinstance(scheme, Gptq):
-        if known is None:
-            program.weights[node.name] = quantized(expr, scheme.rounding)
-            return "rounded to nearest: it is not the weight of one linear alone, whose inputs were observed"
+    elif isinstance(scheme, Calibrated) and known is None:
+        program.weights[node.name] = quantized(expr, scheme.rounding)
+        return "rounded to nearest: it is not the weight of one linear alone, whose inputs were observed"
+    elif isinstance(scheme, Awq):  # scaled before, where that could be done
+        blocks = quantized(expr, scheme.rounding)
+        program.weights[node.name] = blocks if expr.dtype == dtype(node) else Cast(blocks, dtype(node))
+    elif isinstance(scheme, Gptq) and known is not None:
         program.weights[node.name] = Compensated(expr, scheme, *known)
     elif isinstance(scheme, Plain) and expr.block_format is not None:
         program.weights[node.name] = Dequantized(expr)

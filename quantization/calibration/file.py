@@ -193,6 +193,13 @@ class StatisticsFile:
         assert isinstance(tensor, Tensor)
         return tensor
 
+    def mean(self, key: str) -> Tensor:
+        """Return mean |x| of each channel, float64 [K]."""
+        rows = int(self.file.get_tensor(f"{key}.rows")[0])
+        total = self.file.get_tensor(f"{key}.total")
+        assert isinstance(total, Tensor)
+        return total / max(1, rows)
+
     def read(self, key: str) -> InputStatistics:
         """Return everything about one input."""
         layout = self.description.inputs[key]

@@ -9,37 +9,16 @@ import pytest
 import torch
 
 from llmbuild.builder.calibrate import calibrate, segments
-from llmbuild.builder.frontend.load import load_program
-from llmbuild.builder.ir import Constant, Program
-from llmbuild.builder.passes.linear_inputs import LinearInput, linear_inputs
+from llmbuild.builder.ir import Constant
+from llmbuild.builder.passes.linear_inputs import linear_inputs
 from llmbuild.builder.passes.quantize_weights import choose_formats
-from llmbuild.builder.pipeline import phases
 from llmbuild.errors import ConfigError, ModelError
-from llmbuild.quantization.calibration.statistics import InputStatistics
 from llmbuild.quantization.recipes import find_recipe
+from support.calibrated import before_formats, statistics_of
 from support.tiny_models import save_tiny, tiny_model
 
 DRAWN = torch.randint(3, 250, (3, 40), generator=torch.Generator().manual_seed(1))
 WINDOWS = [row[: 40 - 3 * place].tolist() for place, row in enumerate(DRAWN)]
-
-
-def before_formats(path: Path, dtype: torch.dtype = torch.float32) -> Program:
-    """The program that `choose_formats` gets."""
-    program = load_program(path, dtype=dtype)
-    for name, apply in phases(find_recipe("none")):
-        if name == "choose_formats":
-            break
-        apply(program)
-    return program
-
-
-def statistics_of(
-    program: Program, windows: list[list[int]], inputs: list[LinearInput] | None = None
-) -> dict[str, InputStatistics]:
-    inputs = linear_inputs(program) if inputs is None else inputs
-    found: dict[str, InputStatistics] = {}
-    calibrate(program, windows, inputs, grams=[each.key for each in inputs], write=found.__setitem__)
-    return found
 
 
 @pytest.fixture(scope="module")

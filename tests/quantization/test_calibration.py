@@ -178,6 +178,7 @@ def test_a_file_gives_back_what_was_written_and_is_always_the_same(tmp_path: Pat
         found.histogram.counts.equal(wanted.histogram.counts) and found.histogram.exponent == wanted.histogram.exponent
     )
     assert file.read("c.weight").gram is None
+    assert file.mean("a.weight").equal(wanted.mean) and wanted.gram.equal(file.gram("a.weight"))
     assert written(tmp_path / "t", 1).read_bytes() == (tmp_path / "s").read_bytes()
     assert StatisticsFile(written(tmp_path / "u", 2)).sha256 != file.sha256
     assert not list(tmp_path.glob("*.partial"))

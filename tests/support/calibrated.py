@@ -1,0 +1,58 @@
+"""Programs of tiny models as `choose_formats` gets them, and statistics of them held in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from llmbuild.builder.calibrate import calibrate
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.ir import Program
+from llmbuild.builder.passes.linear_inputs import Calibrate, LinearInput, linear_inputs
+from llmbuild.builder.pipeline import phases
+from llmbuild.quantization.calibration.statistics import InputStatistics
+from llmbuild.quantization.recipes import find_recipe
+
+Windows = Sequence[Sequence[int]]
+
+
+def before_formats(path: Path, dtype: torch.dtype = torch.float32) -> Program:
+    """Trace the model at `path` and run all passes that come before the weights' formats are chosen."""
+    program = load_program(path, dtype=dtype)
+    for name, apply in phases(find_recipe("none")):
+        if name == "choose_formats":
+            return program
+        apply(program)
+    raise AssertionError("there is no pass that chooses formats")
+
+
+def statistics_of(
+    program: Program, windows: Windows, inputs: Sequence[LinearInput] | None = None
+) -> dict[str, InputStatistics]:
+    """Calibrate a program, with the Gram matrices of all inputs."""
+    inputs = linear_inputs(program) if inputs is None else inputs
+    found: dict[str, InputStatistics] = {}
+    calibrate(program, windows, inputs, grams=[each.key for each in inputs], write=found.__setitem__)
+    return found
+
+
+class Held:
+    """Statistics by key."""
+
+    def __init__(self, found: dict[str, InputStatistics]) -> None:
+        self.found = found
+
+    def gram(self, key: str) -> torch.Tensor:
+        gram = self.found[key].gram
+        assert gram is not None
+        return gram
+
+    def mean(self, key: str) -> torch.Tensor:
+        return self.found[key].mean
+
+
+def gathered(windows: Windows) -> Calibrate:
+    """Return what `choose_formats` calls for statistics."""
+    return lambda program, inputs, needed: Held(statistics_of(program, windows, inputs))
