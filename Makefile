@@ -27,10 +27,10 @@ $(STAMP): pyproject.toml requirements-ci.txt
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not gpu_sm90 and not tensorrt and not tensorrt_rtx"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not gpu_sm90 and not tensorrt and not tensorrt_rtx"
 
 lint: setup
 	$(BIN)/ruff check .
