@@ -23,6 +23,13 @@ DEFAULT_MAX_SEQ_LEN = 4096
 DEFAULT_MAX_NUM_TOKENS = 512
 BUILD_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "gguf")
 
+# Recipes that are taken where none is given, in words.
+KEPT = {
+    "gguf": "the file's own blocks, kept as they are",
+    "stored": "what the quantized checkpoint stores, kept as it is",
+    "none": "no quantization",
+}
+
 
 @dataclass(frozen=True)
 class BuildConfig:
@@ -34,7 +41,8 @@ class BuildConfig:
         target: "cpu" or "cuda"; None takes cpu.
         dtype: Computation dtype, "float32"; None takes the target's own.
         sm: Kinds of GPU to compile for, "80,90"; None compiles for all that are known. Only with the cuda target.
-        quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and else does not quantize ("none").
+        quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and what a quantized checkpoint stores
+            ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
         quant_layers: "PATTERN=RECIPE" each: weights whose checkpoint name matches follow that recipe's linears.
         max_batch_size: Most sequences in one step.
@@ -112,8 +120,11 @@ def choose(config: BuildConfig) -> Choices:
 
     Raises:
         UnsupportedError: The target is of a later version.
-        ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF.
+        ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF, "stored" for one that is not
+            quantized.
+        ModelError: Two files say different things about how a checkpoint is quantized.
     """
+    from llmbuild.builder.frontend.quantized_config import stored_quantization
     from llmbuild.quantization.recipes import customized
 
     notes = []
@@ -130,13 +141,18 @@ def choose(config: BuildConfig) -> Choices:
     is_gguf = config.model.suffix == ".gguf"
     quant = config.quant
     if quant is None:
-        quant = "gguf" if is_gguf else "none"
-        kept = "the file's own blocks, kept as they are" if is_gguf else "no quantization"
-        notes.append(f"quant {quant}: {kept}")
+        quant = "gguf" if is_gguf else "none" if stored_quantization(config.model) is None else "stored"
+        notes.append(f"quant {quant}: {KEPT[quant]}")
     recipe = customized(quant, config.exclude, config.quant_layers)
     if quant == "gguf" and not is_gguf:
         raise ConfigError(
             f"the recipe 'gguf' keeps the blocks of a GGUF file, but {config.model.name} is not one",
+            where=_option("quant"),
+            hint="leave --quant out, or choose int8-wo or int4-wo",
+        )
+    if quant == "stored" and not is_gguf and stored_quantization(config.model) is None:
+        raise ConfigError(
+            f"the recipe 'stored' keeps the weights of a quantized checkpoint, but {config.model.name} is not one",
             where=_option("quant"),
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )

@@ -48,6 +48,11 @@ class Converted:
     def block_format(self) -> None:
         return None
 
+    @property
+    def from_blocks(self) -> bool:
+        """Whether the checkpoint stores blocks, which the conversion does not keep."""
+        return any(expr.block_format is not None for _, _, expr in self.parts)
+
     def load(self) -> Tensor:
         converter = deepcopy(self.converter)
         for pattern, key, expr in self.parts:
@@ -104,6 +109,10 @@ def bind(model: PreTrainedModel, checkpoint: Checkpoint, ties: dict[str, str]) -
     ignored = [name for name in leftover if _ignorable(model, name)]
     if ignored:
         notices.append(f"ignored, as transformers does: {_listed(ignored)}")
+    split = [expr for expr in weights.values() if isinstance(expr, Converted) and expr.from_blocks]
+    if split:
+        names = sorted(expr.name for expr in split)
+        notices.append(f"dequantized, as the model holds these weights in other matrices: {_listed(names)}")
     aliases = _tie(weights, ties, notices)
     # Persistent buffers may be absent: the graph rarely reads them, and those it reads are recomputed or refused then.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

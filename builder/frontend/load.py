@@ -17,6 +17,8 @@ from llmbuild.builder.frontend.config_keys import OPTION, check_keys
 from llmbuild.builder.frontend.contract import is_attention, window_of
 from llmbuild.builder.frontend.fake_model import build_fake_model
 from llmbuild.builder.frontend.no_checkpoint import NoCheckpoint, promised
+from llmbuild.builder.frontend.quantized_checkpoint import QuantizedCheckpoint
+from llmbuild.builder.frontend.quantized_config import MODELOPT_CONFIG, find_format, stored_quantization
 from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
 from llmbuild.builder.frontend.source import ModelSource
 from llmbuild.builder.frontend.source_files import hash_files
@@ -99,8 +101,15 @@ def open_source(
     config = hf_model.load_config(path, trust_remote_code=trust_remote_code)
     notices = check_keys(hf_model.read_json(path / hf_model.CONFIG), config, ignore_config_keys)
     alone = dry and not any(path.glob("*.safetensors*")) and not any(path.glob("*.bin"))
+    described = stored_quantization(path)
+    form = None if described is None else find_format(described)
+    if form is not None:
+        hf_model.forget_quantization(config)
     checkpoint: Checkpoint = NoCheckpoint() if alone else SafetensorsCheckpoint(path)
-    named = [path / name for name in (hf_model.CONFIG, hf_model.GENERATION_CONFIG, *hf_tokenizer.FILES)]
+    if form is not None and isinstance(checkpoint, SafetensorsCheckpoint):
+        checkpoint = QuantizedCheckpoint(checkpoint, form)
+    configs = (hf_model.CONFIG, hf_model.GENERATION_CONFIG, MODELOPT_CONFIG)
+    named = [path / name for name in (*configs, *hf_tokenizer.FILES)]
     small = [file for file in named if file.is_file()] + (sorted(path.glob("*.py")) if trust_remote_code else [])
     return ModelSource(
         name=path.resolve().name,
@@ -110,6 +119,8 @@ def open_source(
         tokenizer_files=hf_tokenizer.tokenizer_files(path, trust_remote_code=trust_remote_code),
         files=tuple(sorted({*checkpoint.files, *small})),
         notices=tuple(notices),
+        quantized=None if form is None else form.label,
+        scattered=checkpoint.scattered if isinstance(checkpoint, QuantizedCheckpoint) else (),
     )
 
 
@@ -168,6 +179,8 @@ def _info(
         pad_token_id=ids.pad,
         source_kind=source.checkpoint.kind,
         source_files=hashes,
+        quantized=source.quantized,
+        scattered=source.scattered,
     )
 
 

@@ -15,7 +15,7 @@ from llmbuild.quantization.formats import Layout
 from llmbuild.quantization.integers import Integers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the passes compare weights; a checkpoint has one object a weight
 class QuantizedWeight:
     """A `WeightExpr`. Dequantized values are float32, each rounded once.
 
