@@ -53,8 +53,8 @@ def convert(
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="none, int8-wo, int8-wo-channel, int4-wo, int4-wo-g128, -g64 or -g32, each with -asym too, or gguf. "
-            "Left out: gguf (the file's own blocks) for GGUF, else none.",
+            help="none, int8-wo, int8-wo-channel, int4-wo, int4-wo-g128, -g64 or -g32, each with -asym too, gguf or "
+            "stored. Left out: gguf (the file's own blocks) for GGUF, stored for quantized checkpoints, else none.",
         ),
     ] = None,
     exclude: Annotated[
