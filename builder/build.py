@@ -13,7 +13,8 @@ from llmbuild.engine.writer import EngineWriter, check_output
 
 __all__ = ["BuildConfig", "BuildReport", "Progress", "build"]
 
-# Called as progress(phase, done, total, label). phase: "trace", "weights" or "write"; done of total, in units of it.
+# Called as progress(phase, done, total, label). phase: "trace", "calibrate", "weights" or "write"; done of total, in
+# units of it.
 Progress = Callable[[str, int, int, str], None]
 
 
@@ -38,7 +39,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     under("trace", progress)(0, 1, "importing torch and transformers")
     import torch
 
-    from llmbuild.builder import memory, sections
+    from llmbuild.builder import calibration, memory, sections
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.pipeline import optimize
     from llmbuild.builder.targets.base import CompileOptions
@@ -61,8 +62,9 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     limits = resolve_limits(config, program.info, notes)
     nodes_traced = len(program.graph.nodes)
 
+    statistics = calibration.Calibration(config, under("calibrate", progress))
     with phase("passes", seconds):
-        optimize(program, choices.recipe)
+        optimize(program, choices.recipe, calibrate=statistics)
     estimate = memory.estimate(program)
     memory.check(estimate, config.memory_limit)
 
@@ -80,7 +82,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 precision=sections.precision(dtype, choices.quant, compiled),
                 limits=sections.limits(limits),
                 kv_cache=sections.kv_cache(program, dtype, limits),
-                build=sections.build(choices, dtype, limits, config.sm),
+                build=sections.build(choices, dtype, limits, config.sm, statistics.section()),
                 progress=under("write", progress),
             )
     used = {"estimate": estimate.to_dict(), "peak": memory.peak_rss()}

@@ -67,6 +67,7 @@ def dry_run(config: BuildConfig) -> DryRun:
     import torch
 
     from llmbuild.builder import memory
+    from llmbuild.builder.calibration import NothingKnown
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.frontend.no_checkpoint import NoCheckpoint
     from llmbuild.builder.ir import source_line
@@ -87,7 +88,7 @@ def dry_run(config: BuildConfig) -> DryRun:
     resolve_limits(config, program.info, notes)
     traced = len(program.graph.nodes)
     parameters = sum(math.prod(weight.shape) for weight in program.weights.values() if weight.sources())
-    optimize(program, choices.recipe)
+    optimize(program, choices.recipe, calibrate=lambda *_: NothingKnown())
     found = memory.estimate(program)
     memory.check(found, config.memory_limit)
     reasons = [(node, target.supports(node)) for node in program.graph.nodes]

@@ -45,6 +45,11 @@ class BuildConfig:
             ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
         quant_layers: "PATTERN=RECIPE" each: weights whose checkpoint name matches follow that recipe's linears.
+        calibration: File of statistics for recipes that need calibration: read if it exists, else written. None keeps
+            none.
+        calibration_text: What is run to calibrate: UTF-8 text, or .jsonl of objects with a text. None: documentation
+            of the installed Python.
+        calibration_tokens: Most tokens of it; None takes 32768.
         max_batch_size: Most sequences in one step.
         max_num_tokens: Most tokens in one step, decode and prefill together; at least max_batch_size.
         max_seq_len: Most tokens of one sequence, prompt and output; at most what the model was made for.
@@ -66,6 +71,9 @@ class BuildConfig:
     quant: str | None = None
     exclude: tuple[str, ...] = ()
     quant_layers: tuple[str, ...] = ()
+    calibration: Path | None = None
+    calibration_text: Path | None = None
+    calibration_tokens: int | None = None
     max_batch_size: int = 16
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
@@ -82,7 +90,15 @@ class BuildConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", Path(self.model))
         object.__setattr__(self, "output", Path(self.output))
-        for name, least in (("max_batch_size", 1), ("max_num_tokens", 1), ("max_seq_len", 2)):
+        for name in ("calibration", "calibration_text"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        for name, least in (
+            ("max_batch_size", 1),
+            ("max_num_tokens", 1),
+            ("max_seq_len", 2),
+            ("calibration_tokens", 2),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ConfigError(
@@ -144,6 +160,7 @@ def choose(config: BuildConfig) -> Choices:
         quant = "gguf" if is_gguf else "none" if stored_quantization(config.model) is None else "stored"
         notes.append(f"quant {quant}: {KEPT[quant]}")
     recipe = customized(quant, config.exclude, config.quant_layers)
+    _check_calibration(config, recipe, notes)
     if quant == "gguf" and not is_gguf:
         raise ConfigError(
             f"the recipe 'gguf' keeps the blocks of a GGUF file, but {config.model.name} is not one",
@@ -157,6 +174,27 @@ def choose(config: BuildConfig) -> Choices:
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
     return Choices(target, quant, recipe, notes)
+
+
+def _check_calibration(config: BuildConfig, recipe: Recipe, notes: list[str]) -> None:
+    given = [
+        name for name in ("calibration", "calibration_text", "calibration_tokens") if getattr(config, name) is not None
+    ]
+    if given and not recipe.calibrated:
+        raise ConfigError(
+            f"recipe {recipe.name!r} needs no calibration", where=_option(given[0]), hint="leave the option out"
+        )
+    if not recipe.calibrated:
+        return
+    found = config.calibration is not None and config.calibration.exists()
+    if found and given != ["calibration"]:
+        raise ConfigError(
+            f"{config.calibration} exists, so that no text is run",
+            where=_option(given[1]),
+            hint="leave the option out, or give --calibration a path that does not exist yet",
+        )
+    if not found and config.calibration_text is None:
+        notes.append("calibration text: documentation strings of the installed Python")
 
 
 def _check_sm(sm: str | None, target: str, notes: list[str]) -> None:

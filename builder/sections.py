@@ -62,7 +62,10 @@ def kv_cache(program: Program, dtype: str, limits: Limits) -> KVCacheSection:
     return KVCacheSection(dtype=dtype, block_size=limits.block_size, layers=layers)
 
 
-def build(choices: Choices, dtype: str, limits: Limits, sm: str | None) -> BuildSection:
+def build(
+    choices: Choices, dtype: str, limits: Limits, sm: str | None, calibration: dict[str, Any] | None = None
+) -> BuildSection:
+    """Return the section. calibration: what statistics were used, `Calibration.section()`."""
     options: dict[str, Any] = {
         "target": choices.target,
         "dtype": dtype,
@@ -77,6 +80,8 @@ def build(choices: Choices, dtype: str, limits: Limits, sm: str | None) -> Build
         options["exclude"] = list(choices.recipe.exclude)
     if choices.recipe.layers:
         options["quant_layers"] = [f"{rule.pattern}={rule.recipe}" for rule in choices.recipe.layers]
+    if calibration is not None:
+        options["calibration"] = calibration
     return BuildSection(llmbuild_version=llmbuild.__version__, options=options)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
 from llmbuild.quantization.expressions import Source, name_of
 from llmbuild.quantization.gptq import Factor, factor, gptq_format, round_rows
+from llmbuild.quantization.primitives import CHUNK
 from llmbuild.quantization.recipes import Gptq
 
 
@@ -75,8 +76,15 @@ class Compensated:
         return self.load_blocks().dequantize().to(self.dtype)
 
     def load_blocks(self) -> BlockTensor:
-        found = LAST_FACTOR.of(self.statistics, self.key, self.scheme)
-        return round_rows(self.source.load(), self.scheme, found, name=name_of(self.source))
+        # Of the same pieces always: a product of another shape may round otherwise, and a level with it.
+        pieces = list(self.block_pieces(CHUNK))
+        offsets = [piece.offset for piece in pieces if piece.offset is not None]
+        return BlockTensor(
+            self.block_format,
+            torch.cat([piece.q for piece in pieces]),
+            torch.cat([piece.scale for piece in pieces]),
+            torch.cat(offsets) if offsets else None,
+        )
 
     def sources(self) -> frozenset[str]:
         return self.source.sources()

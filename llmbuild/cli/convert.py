@@ -23,7 +23,7 @@ from llmbuild.units import human_size
 if TYPE_CHECKING:
     from llmbuild.builder.build import BuildConfig, BuildReport
 
-BARS = {"trace": "tracing", "weights": "weights", "write": "writing"}
+BARS = {"trace": "tracing", "calibrate": "calibrating", "weights": "weights", "write": "writing"}
 
 
 def convert(
@@ -53,8 +53,9 @@ def convert(
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="none, int8-wo, int8-wo-channel, int4-wo, int4-wo-g128, -g64 or -g32, each with -asym too, gguf or "
-            "stored. Left out: gguf (the file's own blocks) for GGUF, stored for quantized checkpoints, else none.",
+            help="none, int8-wo, int8-wo-channel, int4-wo, int4-wo-g128, -g64 or -g32, each with -asym too, int4-awq, "
+            "int4-gptq, gguf or stored. Left out: gguf (the file's own blocks) for GGUF, stored for "
+            "quantized checkpoints, else none.",
         ),
     ] = None,
     exclude: Annotated[
@@ -71,6 +72,21 @@ def convert(
             help="Another recipe for weights whose name matches ('*.layers.0.*=int8-wo'). May be given several times.",
         ),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Statistics for int4-awq and int4-gptq: read if FILE exists, else gathered and written there.",
+        ),
+    ] = None,
+    calibration_text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to calibrate on, or .jsonl of objects with a text. Left out: documentation of this Python.",
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int | None, typer.Option(help="Most tokens of it. Left out: 32768.")] = None,
     max_batch_size: Annotated[int, typer.Option(help="Most sequences in one step.")] = 16,
     max_num_tokens: Annotated[
         int | None, typer.Option(help="Most tokens in one step; longer prompts go in chunks. Left out: 512.")
@@ -117,6 +133,9 @@ def convert(
             quant=quant,
             exclude=tuple(exclude or ()),
             quant_layers=tuple(quant_layer or ()),
+            calibration=calibration,
+            calibration_text=calibration_text,
+            calibration_tokens=calibration_tokens,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
