@@ -13,8 +13,8 @@ from llmbuild.engine.writer import EngineWriter, check_output
 
 __all__ = ["BuildConfig", "BuildReport", "Progress", "build"]
 
-# Called as progress(phase, done, total, label). phase: "trace", "calibrate", "weights" or "write"; done of total, in
-# units of it.
+# Called as progress(phase, done, total, label). phase: "trace", "calibrate", "accuracy", "weights" or "write"; done of
+# total, in units of it.
 Progress = Callable[[str, int, int, str], None]
 
 
@@ -29,6 +29,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
 
     Raises:
         UserError: The model, an option or the output path is at fault; the message says which and what to do.
+        AccuracyError: The quantized model misses a threshold.
     """
     start = time.perf_counter()
     choices = choose(config)
@@ -64,9 +65,17 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
 
     statistics = calibration.Calibration(config, under("calibrate", progress))
     with phase("passes", seconds):
-        optimize(program, choices.recipe, calibrate=statistics)
+        measured = None
+        if config.measures_accuracy:
+            from llmbuild.builder.accuracy.build import MeasuredBuild
+
+            measured = MeasuredBuild(config, choices.quant)
+        optimize(program, choices.recipe, calibrate=statistics, after_pass=measured.after_pass if measured else None)
     estimate = memory.estimate(program)
     memory.check(estimate, config.memory_limit)
+    if measured is not None:
+        with phase("accuracy", seconds):
+            measured.run(program, limits, under("accuracy", progress))
 
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
@@ -74,7 +83,8 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
             options = CompileOptions(limits, dtype, under("weights", progress), config.sm)
             compiled = target.compile(program, options, writer.directory)
         sections.write_tokenizer(program, writer.directory)
-        write_report(writer.directory / REPORT_NAME, program, compiled.weight_bytes, nodes_traced)
+        record = measured.write(writer.directory) if measured else None
+        write_report(writer.directory / REPORT_NAME, program, compiled.weight_bytes, nodes_traced, record)
         with phase("write", seconds):
             manifest = writer.commit(
                 model=sections.model(program.info),
@@ -86,7 +96,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 progress=under("write", progress),
             )
     used = {"estimate": estimate.to_dict(), "peak": memory.peak_rss()}
-    return BuildReport(config.output, manifest, program.rewrites, notes, seconds, used)
+    return BuildReport(config.output, manifest, program.rewrites, notes, seconds, used, record)
 
 
 @contextmanager

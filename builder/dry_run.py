@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_dtype, resolve_limits
 from llmbuild.builder.report import passes_to_list
+from llmbuild.errors import ConfigError
 
 if TYPE_CHECKING:
     from llmbuild.builder.memory import MemoryEstimate
@@ -62,6 +63,12 @@ def dry_run(config: BuildConfig) -> DryRun:
     Raises:
         UserError: As `build`, except that what the target cannot lower is returned and not raised.
     """
+    if config.measures_accuracy:
+        raise ConfigError(
+            "a dry run reads no weights, so that it measures no accuracy",
+            where="--dry-run",
+            hint="leave it out, or the thresholds and the --accuracy options",
+        )
     choices = choose(config)
     check_build_packages()
     import torch

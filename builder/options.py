@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +59,15 @@ class BuildConfig:
         max_memory: Bytes, or a size such as "4GiB": the build stops before it reads weights when it would need more.
             It changes nothing else, and is not written into the engine.
         ignore_config_keys: Keys of config.json that transformers does not know, and that you know to change nothing.
+        max_kl: The build fails with AccuracyError when the mean KL divergence from the unquantized model is above, in
+            nats. This and each of the following has the accuracy measured, which goes into the engine's report.
+        max_ppl_increase: Likewise when the perplexity rises by a larger share; 0.01 is 1 %.
+        min_top1: Likewise when fewer tokens than this share, 0 to 1, have the same largest logit.
+        accuracy_text: UTF-8 text, or .jsonl of objects with a text. None: documentation of the installed Python.
+        accuracy_tokens: Most tokens of it; None takes 2048.
 
     Raises:
-        ConfigError: A limit is not positive, or max_memory is not a size.
+        ConfigError: A limit is not positive, max_memory is not a size, or a threshold is out of range.
     """
 
     model: Path
@@ -81,6 +88,22 @@ class BuildConfig:
     trust_remote_code: bool = False
     max_memory: int | str | None = None
     ignore_config_keys: tuple[str, ...] = ()
+    max_kl: float | None = None
+    max_ppl_increase: float | None = None
+    min_top1: float | None = None
+    accuracy_text: Path | None = None
+    accuracy_tokens: int | None = None
+
+    @property
+    def thresholds(self) -> dict[str, float | None]:
+        """What the quantized model must keep to, by name."""
+        return {"max_kl": self.max_kl, "max_ppl_increase": self.max_ppl_increase, "min_top1": self.min_top1}
+
+    @property
+    def measures_accuracy(self) -> bool:
+        """Whether the quantized model is compared with the unquantized one."""
+        given = (*self.thresholds.values(), self.accuracy_text, self.accuracy_tokens)
+        return any(value is not None for value in given)
 
     @property
     def memory_limit(self) -> int | None:
@@ -93,11 +116,15 @@ class BuildConfig:
         for name in ("calibration", "calibration_text"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        if self.accuracy_text is not None:
+            object.__setattr__(self, "accuracy_text", Path(self.accuracy_text))
+        check_thresholds(self.thresholds)
         for name, least in (
             ("max_batch_size", 1),
             ("max_num_tokens", 1),
             ("max_seq_len", 2),
             ("calibration_tokens", 2),
+            ("accuracy_tokens", 2),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -174,6 +201,17 @@ def choose(config: BuildConfig) -> Choices:
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
     return Choices(target, quant, recipe, notes)
+
+
+def check_thresholds(given: Mapping[str, float | None]) -> None:
+    """Raise ConfigError for a threshold, by name, that is negative or no number; a share is at most 1 as well."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        most = 1.0 if name == "min_top1" else float("inf")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            allowed = "a number from 0 to 1" if name == "min_top1" else "a number of at least 0"
+            raise ConfigError(f"{name} is {value!r}", where=_option(name), hint=f"it must be {allowed}")
 
 
 def _check_calibration(config: BuildConfig, recipe: Recipe, notes: list[str]) -> None:

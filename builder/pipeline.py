@@ -29,6 +29,9 @@ from llmbuild.quantization.recipes import Recipe
 
 Pass = Callable[[Program], Rewrite]
 
+# The passes up to this one change how the model is written, those after it what is computed.
+LAST_EXACT = "add_rms_norm"
+
 
 def phases(recipe: Recipe, calibrate: Calibrate | None = None) -> list[tuple[str, Pass]]:
     """The passes in the order in which they run."""

@@ -25,6 +25,7 @@ class BuildReport:
         notes: What was chosen for the user, in words.
         seconds: Wall time by phase, for the console only: the engine holds no times.
         memory: What was estimated before weights were read, and the peak of the process, in bytes; for the console too.
+        accuracy: The record in `report.json` against the unquantized model; None where nobody asked for it.
     """
 
     output: Path
@@ -33,6 +34,7 @@ class BuildReport:
     notes: list[str]
     seconds: dict[str, float]
     memory: dict[str, Any]
+    accuracy: dict[str, Any] | None = None
 
     @property
     def bytes(self) -> int:
@@ -56,6 +58,7 @@ class BuildReport:
             "notes": self.notes,
             "seconds": {phase: round(value, 3) for phase, value in self.seconds.items()},
             "memory": self.memory,
+            **({} if self.accuracy is None else {"accuracy": self.accuracy}),
         }
 
 
@@ -63,17 +66,25 @@ def passes_to_list(rewrites: list[Rewrite]) -> list[dict[str, Any]]:
     return [{"name": r.name, "count": r.count, "declined": r.declined} for r in rewrites]
 
 
-def write_report(path: Path, program: Program, weight_bytes: dict[str, int], nodes_traced: int) -> None:
+def write_report(
+    path: Path,
+    program: Program,
+    weight_bytes: dict[str, int],
+    nodes_traced: int,
+    accuracy: dict[str, Any] | None = None,
+) -> None:
     """Write `report.json`: sorted keys, no times, no paths, so that the same model gives the same bytes.
 
     Args:
         weight_bytes: Bytes of weights by storage format, as the target wrote them.
         nodes_traced: Graph nodes before the passes.
+        accuracy: The record of what was measured (`builder/accuracy/record.py`), if anything was.
     """
     data = {
         "report_version": REPORT_VERSION,
         "graph_nodes": {"traced": nodes_traced, "optimized": len(program.graph.nodes)},
         "passes": passes_to_list(program.rewrites),
         "weight_bytes": weight_bytes,
+        **({} if accuracy is None else {"accuracy": accuracy}),
     }
     path.write_text(json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

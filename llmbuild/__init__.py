@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llmbuild.builder.build import BuildConfig, BuildReport, build
-    from llmbuild.errors import LLMBuildError, UserError
+    from llmbuild.errors import AccuracyError, LLMBuildError, UserError
     from llmbuild.runtime.async_llm import AsyncLLM
     from llmbuild.runtime.llm import LLM
     from llmbuild.runtime.outputs import CompletionOutput, RequestOutput
@@ -29,11 +29,13 @@ _EXPORTS = {
     "BuildConfig": "llmbuild.builder.build",
     "BuildReport": "llmbuild.builder.build",
     "LLMBuildError": "llmbuild.errors",
+    "AccuracyError": "llmbuild.errors",
     "UserError": "llmbuild.errors",
 }
 
 __all__ = [
     "LLM",
+    "AccuracyError",
     "AsyncLLM",
     "BuildConfig",
     "BuildReport",

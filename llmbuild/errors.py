@@ -1,7 +1,7 @@
 """Errors that users see: what is wrong, where, and what to do next.
 
-The command line turns a `UserError` into exit code 2 and prints it without a traceback; anything else is a
-defect of llmbuild (exit code 1).
+The command line turns a `UserError` into exit code 2 and an `AccuracyError` into 3, without a traceback; anything else
+is a defect of llmbuild (exit code 1).
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class EngineError(UserError):
 
 class RequestError(UserError, ValueError):
     """A generation request is invalid or beyond the engine's limits."""
+
+
+class AccuracyError(LLMBuildError):
+    """A model misses an accuracy threshold that was asked for, or its logits are no distribution. Exit code 3."""
 
 
 class EngineStoppedError(LLMBuildError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmbuild.cli.accuracy import print_accuracy, print_layers
 from llmbuild.cli.console import (
     print_json,
     print_passes,
@@ -23,7 +24,13 @@ from llmbuild.units import human_size
 if TYPE_CHECKING:
     from llmbuild.builder.build import BuildConfig, BuildReport
 
-BARS = {"trace": "tracing", "calibrate": "calibrating", "weights": "weights", "write": "writing"}
+BARS = {
+    "trace": "tracing",
+    "calibrate": "calibrating",
+    "accuracy": "measuring",
+    "weights": "weights",
+    "write": "writing",
+}
 
 
 def convert(
@@ -110,6 +117,26 @@ def convert(
             help="Ignore a key of config.json that transformers does not know. May be given several times.",
         ),
     ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Exit code 3 if the mean KL from the unquantized model, in nats, is above."),
+    ] = None,
+    max_ppl_increase: Annotated[
+        float | None, typer.Option(help="Exit code 3 if perplexity rises by a larger share: 0.01 is 1 %.")
+    ] = None,
+    min_top1: Annotated[
+        float | None, typer.Option(help="Exit code 3 if fewer tokens than this share have the same best token.")
+    ] = None,
+    accuracy_text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure accuracy on this UTF-8 text, or .jsonl of objects with a text. Left out: Python's own docs.",
+        ),
+    ] = None,
+    accuracy_tokens: Annotated[
+        int | None, typer.Option(help="Measure accuracy on at most that many tokens. Left out: 2048.")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Trace, fuse and check only; reads no weights. MODEL may be config.json alone."),
@@ -143,6 +170,11 @@ def convert(
             trust_remote_code=trust_remote_code,
             max_memory=max_memory,
             ignore_config_keys=tuple(ignore_config_key or ()),
+            max_kl=max_kl,
+            max_ppl_increase=max_ppl_increase,
+            min_top1=min_top1,
+            accuracy_text=accuracy_text,
+            accuracy_tokens=accuracy_tokens,
         )
         if dry_run:
             _dry_run(config, as_json=as_json)
@@ -188,6 +220,9 @@ def _show(report: BuildReport) -> None:
     print_passes(passes_to_list(report.rewrites))
     weights = report.manifest.precision.weights
     print_table("Weights", ("format", "size"), [(name, human_size(size)) for name, size in sorted(weights.items())])
+    if report.accuracy is not None:
+        print_accuracy(report.accuracy, f"{report.manifest.precision.recipe} against the unquantized model")
+        print_layers(report.accuracy)
     peak, guess = report.memory["peak"], report.memory["estimate"]["total"]
     print(f"memory: {human_size(peak)} at the peak, {human_size(guess)} estimated")
     phases = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())

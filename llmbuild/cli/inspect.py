@@ -85,6 +85,11 @@ def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
     print_table("Weights", ("format", "size"), [(name, human_size(n)) for name, n in sorted(precision.weights.items())])
     nodes = report["graph_nodes"]
     print_passes(report["passes"], f"{nodes['traced']} graph nodes became {nodes['optimized']}")
+    if "accuracy" in report:
+        from llmbuild.cli.accuracy import print_accuracy, print_layers
+
+        print_accuracy(report["accuracy"], f"{precision.recipe} against the unquantized model, when it was built")
+        print_layers(report["accuracy"])
     files = [(entry.path, human_size(entry.size), entry.sha256[:16]) for entry in manifest.files]
     print_table("Files", ("path", "size", "sha256"), files)
     for name in engine.unlisted:

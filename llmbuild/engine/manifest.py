@@ -12,6 +12,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
 CHECKSUM_NAME = "engine.json.sha256"
 REPORT_NAME = "report.json"
+ACCURACY_PLOT_NAME = "accuracy.svg"
 
 Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]

@@ -73,7 +73,7 @@ class Seams:
             tokenizer_files={"tokenizer.json": b"{}", "generation_config.json": b"{}"},
         )
 
-    def optimize(self, program: Program, recipe: Any, *, calibrate: Any = None) -> None:
+    def optimize(self, program: Program, recipe: Any, *, calibrate: Any = None, after_pass: Any = None) -> None:
         self._call("optimize")
         self.recipe = recipe
         program.rewrites.append(Rewrite("a+b ⇒ c", 2, ["shape (3,) is odd"]))

@@ -1,0 +1,171 @@
+"""How far one model's logits are from another's, token by token: KL divergence, top-1 agreement, perplexity.
+
+With p and q the softmax of the reference's and the candidate's logits at one token, natural logarithms throughout:
+
+    KL(p ‖ q) = Σ p·(log p - log q)      nll = -log p[next token]      perplexity = exp(mean nll)
+
+Float64 from float32 logits, a few rows at a time: [tokens, V] never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from llmbuild.builder.accuracy.windows import Step, Window, steps
+from llmbuild.errors import AccuracyError
+
+Forward = Callable[[Step], npt.NDArray[np.float32]]
+Floats = npt.NDArray[np.float64]
+
+ELEMENTS = 1 << 22  # of float64 logits at a time
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured over all tokens.
+
+    Attributes:
+        tokens: Rows of logits compared.
+        predicted: Of these, rows whose next token is known: what the perplexities are over.
+        kl_mean, kl_p99, kl_max: Of KL(reference ‖ candidate) per token, in nats; p99 interpolates linearly.
+        top1: Share of rows in which both have their (first) largest logit at the same token.
+        reference_ppl, candidate_ppl: Perplexities.
+    """
+
+    tokens: int
+    predicted: int
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    top1: float
+    reference_ppl: float
+    candidate_ppl: float
+
+    @property
+    def ppl_increase(self) -> float:
+        """By which share the candidate's perplexity is above the reference's; negative when it is below."""
+        return self.candidate_ppl / self.reference_ppl - 1
+
+
+@dataclass
+class Comparison:
+    """Collects rows; keeps a few numbers of each."""
+
+    kl: list[Floats] = field(default_factory=list)
+    agree: int = 0
+    reference_nll: list[Floats] = field(default_factory=list)
+    candidate_nll: list[Floats] = field(default_factory=list)
+
+    def add(self, reference: npt.NDArray[np.float32], candidate: npt.NDArray[np.float32], targets: np.ndarray) -> None:
+        """Add rows of both, float32 [R, V]; `targets` are the next tokens of the first rows, at most R.
+
+        Raises:
+            AccuracyError: Logits are NaN or +inf, or a row holds nothing but -inf.
+        """
+        assert reference.shape == candidate.shape and len(targets) <= len(reference)
+        at_once = max(1, ELEMENTS // reference.shape[1])
+        for begin in range(0, len(reference), at_once):
+            rows = slice(begin, begin + at_once)
+            first, first_top = log_softmax(reference[rows], "the reference's")
+            second, second_top = log_softmax(candidate[rows], "the measured model's")
+            self.kl.append(kl_divergence(first, second))
+            self.agree += int((first_top == second_top).sum())
+            wanted = targets[rows]
+            place = np.arange(len(wanted))
+            self.reference_nll.append(-first[place, wanted])
+            self.candidate_nll.append(-second[place, wanted])
+
+    def figures(self) -> Figures:
+        """Return the figures of all rows added; there must be one with a target."""
+        kl = np.concatenate(self.kl)
+        nll, candidate_nll = np.concatenate(self.reference_nll), np.concatenate(self.candidate_nll)
+        with np.errstate(over="ignore"):
+            perplexities = [float(np.exp(values.mean())) for values in (nll, candidate_nll)]
+        return Figures(
+            tokens=len(kl),
+            predicted=len(nll),
+            kl_mean=float(kl.mean()),
+            kl_p99=percentile_99(kl),
+            kl_max=float(kl.max()),
+            top1=self.agree / len(kl),
+            reference_ppl=perplexities[0],
+            candidate_ppl=perplexities[1],
+        )
+
+
+def log_softmax(logits: npt.NDArray[np.float32], whose: str) -> tuple[Floats, np.ndarray]:
+    """Return log softmax, float64 [R, V], and the first index of each row's largest logit, [R].
+
+    A logit of -inf is a token that cannot follow. Raises AccuracyError for a row without a distribution.
+    """
+    values = logits.astype(np.float64)
+    highest = values.max(axis=1, keepdims=True)  # NaN if one is
+    if not np.isfinite(highest).all():
+        raise AccuracyError(
+            f"{whose} logits are no distribution: a row's largest is {float(highest[~np.isfinite(highest)][0])}",
+            hint="a weight or a scale is broken, or the computation overflows: choose another --quant or --dtype",
+        )
+    top = values.argmax(axis=1)
+    values -= highest
+    values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+    return values, top
+
+
+def kl_divergence(first: Floats, second: Floats) -> Floats:
+    """KL(first ‖ second) of each row of two log softmaxes [R, V]; inf where second rules out what first does not."""
+    probabilities = np.exp(first)
+    possible = probabilities > 0  # 0·log 0 is 0
+    gap = np.subtract(first, second, where=possible, out=np.zeros_like(first))
+    return np.maximum((probabilities * gap).sum(axis=1), 0.0)  # rounding may take it below zero
+
+
+def percentile_99(values: Floats) -> float:
+    """Like numpy's, but defined where values are infinite."""
+    ordered = np.sort(values)
+    place = 0.99 * (len(ordered) - 1)
+    low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+    weight = place - int(place)
+    return float(low if weight == 0 or low == high else low + weight * (high - low))
+
+
+def compare(
+    reference: Forward,
+    candidate: Forward,
+    windows: Sequence[Window],
+    *,
+    chunk: int,
+    block_sizes: tuple[int, int],
+    progress: Callable[[int, int], None] | None = None,
+) -> Figures:
+    """Run both models over all windows and return how they differ.
+
+    Args:
+        reference, candidate: Run a step and return its logits, float32 [rows, V].
+        chunk: Most tokens in a step.
+        block_sizes: Tokens in a KV block, of the reference and of the candidate.
+        progress: Called with tokens done and tokens in all.
+
+    Raises:
+        AccuracyError: Logits are no distribution.
+    """
+    comparison = Comparison()
+    done, total = 0, sum(map(len, windows))
+    for window in windows:
+        pairs: Iterable[tuple[tuple[Step, np.ndarray], tuple[Step, np.ndarray]]] = zip(
+            *(steps(window, chunk=chunk, block_size=size) for size in block_sizes), strict=True
+        )
+        for (first, targets), (second, _) in pairs:
+            comparison.add(reference(first), candidate(second), targets)
+            done += len(first.input_ids)
+            if progress is not None:
+                progress(done, total)
+    return comparison.figures()
+
+
+def rows_a_step(vocab_size: int, most: int) -> int:
+    """Return how many tokens a step has, so that its logits take little beside the model: at most `most`."""
+    return max(1, min(most, max(16, (1 << 24) // vocab_size)))
