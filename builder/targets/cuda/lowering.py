@@ -17,10 +17,11 @@ from llmbuild.builder.ir import Program, WeightExpr, raise_unsupported
 from llmbuild.builder.targets.base import Limits as EngineLimits
 from llmbuild.builder.targets.cuda.attention_ops import attention_ops
 from llmbuild.builder.targets.cuda.blockwise_ops import block_embedding_op, block_gemm_op
-from llmbuild.builder.targets.cuda.buffers import Buffer, whole
+from llmbuild.builder.targets.cuda.buffers import Buffer
 from llmbuild.builder.targets.cuda.experts_ops import block_experts_ops, experts_ops
 from llmbuild.builder.targets.cuda.gemm_ops import gemm_op
 from llmbuild.builder.targets.cuda.kernel_source import specs
+from llmbuild.builder.targets.cuda.levels import dense_strides
 from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dtype_name, label
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
 from llmbuild.builder.targets.cuda.planner import lay_out
@@ -111,7 +112,7 @@ def finish(lowered: Lowered) -> Planned:
     output = lowered.parts.output
     buffer = lowered.parts.buffers[output.buffer]
     logits = lowered.place(output.buffer, output.offset)
-    if buffer.row_axis != 0 or output != whole(buffer):
+    if buffer.row_axis is None or output.offset or output.strides != dense_strides(output.shape):
         raise ValueError(f"the logits are {output}, not the rows of a buffer")
     sampling = device_sampling(lowered, logits, buffer)
     touched = [places_of(op) for op in lowered.ops]

@@ -96,7 +96,7 @@ def partition(program: Program) -> Partition:
         raise_unsupported("cuda", [(problem.node, problem.reason)])
         raise
     parts: list[Barrier | Launch] = []
-    kernels: dict[tuple[str, tuple[str, ...], tuple[str, str, str]], RowProgram] = {}
+    kernels: dict[tuple[str, tuple[str, ...]], RowProgram] = {}
     problems: dict[fx.Node, str] = {}
     for level in range(max(plan.level.values()) + 1):
         parts += [plan.barrier(node) for node in calls if plan.level[node] == level and node in plan.barriers]
