@@ -75,6 +75,16 @@ def float32_tokens(engines: dict[str, Path], prompts: list[list[int]]) -> list[l
     return serve(engines["none"], prompts, MAX_TOKENS).tokens
 
 
+def test_float32_engine_picks_what_transformers_picks(
+    prompts: list[list[int]], float32_tokens: list[list[int]], reference: torch.nn.Module
+):
+    """One forward pass over each whole text: its likeliest token after every beginning is the engine's next token."""
+    for prompt, tokens in zip(prompts, float32_tokens, strict=True):
+        expected = logits_after(reference, prompt + tokens).argmax(-1)
+        assert tokens == expected[len(prompt) - 1 : -1].tolist()
+
+
+@pytest.mark.slow  # five minutes of transformers, a token at a time
 def test_float32_engine_equals_transformers_generate(
     prompts: list[list[int]], float32_tokens: list[list[int]], reference: torch.nn.Module
 ):
