@@ -41,6 +41,8 @@ class EngineCore:
         self._builder = StepBuilder(limits, self._blocks)
         self._active: dict[str, _Active] = {}
         self._completions: dict[Sequence, Completion] = {}
+        # Looked at once: asking for a protocol looks at each of its methods.
+        self._overlapping = executor if isinstance(executor, AsyncExecutor) else None
         self._flight: tuple[_Samples, PendingTokens] | None = None  # a step that was started and not collected
 
     @property
@@ -81,8 +83,8 @@ class EngineCore:
 
         Where the executor can, steps overlap: the outputs are then those of the step before.
         """
-        if isinstance(self._executor, AsyncExecutor):
-            return self._step_overlapped(self._executor)
+        if self._overlapping is not None:
+            return self._step_overlapped(self._overlapping)
         schedule = self._scheduler.schedule()
         if schedule.is_empty:
             return []
@@ -100,26 +102,21 @@ class EngineCore:
         token tells is in step N + 1 too; that token is dropped.
         """
         outputs: list[RequestOutput] = []
+        before, self._flight = self._flight, None
         schedule = self._scheduler.schedule()
         built = None if schedule.is_empty else self._builder.build(schedule)
-        if built is not None and self._flight is not None and not executor.can_overlap(built[1]):
-            outputs = self._land()
+        if built is not None and before is not None and not executor.can_overlap(built[1]):
+            outputs, before = self._land(*before), None
             schedule = schedule.without_finished()
             built = None if schedule.is_empty else self._builder.build(schedule)
-        before, self._flight = self._flight, None
         if built is not None:
             step, sampling, sampled = built
             pending = executor.execute_async(step, sampling, self._builder.feed)
             self._flight = (self._advance(schedule, sampled), pending)
-        if before is not None:
-            outputs = self._collect(before[0], before[1].result())
-        return outputs
+        return outputs if before is None else self._land(*before)
 
-    def _land(self) -> list[RequestOutput]:
-        """Collect the step that still runs."""
-        assert self._flight is not None
-        samples, pending = self._flight
-        self._flight = None
+    def _land(self, samples: _Samples, pending: PendingTokens) -> list[RequestOutput]:
+        """Wait for a step that was started, and collect it."""
         return self._collect(samples, pending.result())
 
     def _advance(self, schedule: Schedule, sampled: list[Sequence]) -> _Samples:
