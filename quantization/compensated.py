@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
-from llmbuild.quantization.expressions import Source, name_of
+from llmbuild.quantization.expressions import Rounded, name_of
 from llmbuild.quantization.gptq import Factor, factor, gptq_format, round_rows
 from llmbuild.quantization.primitives import CHUNK
 from llmbuild.quantization.recipes import Gptq
@@ -52,28 +51,16 @@ LAST_FACTOR = LastFactor()
 
 
 @dataclass(frozen=True)
-class Compensated:
-    """`source` [N, K] rounded by GPTQ, with the Gram matrix of the input called `key`. Nothing of it is kept."""
+class Compensated(Rounded):
+    """`source` [N, K] rounded by GPTQ, with the Gram matrix of the input called `key`."""
 
-    source: Source
     scheme: Gptq
     statistics: Statistics
     key: str
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    @property
     def block_format(self) -> BlockFormat:
         return gptq_format(self.scheme, self.shape[1])
-
-    def load(self) -> Tensor:
-        return self.load_blocks().dequantize().to(self.dtype)
 
     def load_blocks(self) -> BlockTensor:
         # Of the same pieces always: a product of another shape may round otherwise, and a level with it.
@@ -86,18 +73,9 @@ class Compensated:
             torch.cat(offsets) if offsets else None,
         )
 
-    def sources(self) -> frozenset[str]:
-        return self.source.sources()
-
-    def pieces(self, elements: int) -> Iterator[Tensor]:
-        return (blocks.dequantize().to(self.dtype) for blocks in self.block_pieces(elements))
-
-    def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
-        row = 0
-        for piece in self.source.pieces(elements):
-            found = LAST_FACTOR.of(self.statistics, self.key, self.scheme)
-            yield round_rows(piece, self.scheme, found, name=name_of(self.source), first_row=row)
-            row += piece.shape[0]
+    def round_piece(self, piece: Tensor, first_row: int) -> BlockTensor:
+        found = LAST_FACTOR.of(self.statistics, self.key, self.scheme)
+        return round_rows(piece, self.scheme, found, name=name_of(self.source), first_row=first_row)
 
     def held(self, elements: int) -> int:
         columns = self.shape[1]

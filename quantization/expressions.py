@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,11 +40,10 @@ def name_of(source: Source) -> str:
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """`source` [N, K] rounded to nearest by `scheme`. Nothing is kept between loads."""
+class Rounded(ABC):
+    """`source` [N, K] in blocks, rounded some rows at a time. Nothing is kept between loads."""
 
     source: Source
-    scheme: WeightOnly
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,15 +53,16 @@ class Quantized:
     def dtype(self) -> torch.dtype:
         return self.source.dtype
 
-    @property
-    def block_format(self) -> BlockFormat:
-        return block_format(self.scheme, self.shape[1])
+    @abstractmethod
+    def load_blocks(self) -> BlockTensor:
+        """Return all rows."""
+
+    @abstractmethod
+    def round_piece(self, piece: Tensor, first_row: int) -> BlockTensor:
+        """Return some rows, `piece`, of which `first_row` is the number of the first."""
 
     def load(self) -> Tensor:
         return self.load_blocks().dequantize().to(self.dtype)
-
-    def load_blocks(self) -> BlockTensor:
-        return quantize_blocks(self.source.load(), self.scheme, name=name_of(self.source))
 
     def sources(self) -> frozenset[str]:
         return self.source.sources()
@@ -72,8 +73,25 @@ class Quantized:
     def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
         row = 0
         for piece in self.source.pieces(elements):
-            yield quantize_blocks(piece, self.scheme, name=name_of(self.source), first_row=row)
+            yield self.round_piece(piece, row)
             row += piece.shape[0]
+
+
+@dataclass(frozen=True)
+class Quantized(Rounded):
+    """`source` [N, K] rounded to nearest by `scheme`."""
+
+    scheme: WeightOnly
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return block_format(self.scheme, self.shape[1])
+
+    def load_blocks(self) -> BlockTensor:
+        return self.round_piece(self.source.load(), 0)
+
+    def round_piece(self, piece: Tensor, first_row: int) -> BlockTensor:
+        return quantize_blocks(piece, self.scheme, name=name_of(self.source), first_row=first_row)
 
     def held(self, elements: int) -> int:
         columns = self.shape[1]
