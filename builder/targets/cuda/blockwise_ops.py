@@ -6,11 +6,11 @@ import torch
 
 from llmbuild.builder.passes.edit import arguments, size
 from llmbuild.builder.targets.cuda.block_weight import BlockWeight
-from llmbuild.builder.targets.cuda.gemm_ops import flat_rows, is_aligned, small_launches
+from llmbuild.builder.targets.cuda.gemm_ops import common, flat_rows, is_aligned, kernel_arguments, small_launches
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.views import NoRule
-from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp, Number
+from llmbuild.engine.launch_plan import Argument, GemmOp, KernelOp
 from llmbuild.plugins.kernels.block_gemm import block_gemm
 from llmbuild.plugins.kernels.embedding_blockwise import embedding_blockwise_spec
 from llmbuild.plugins.kernels.gemm_shape import GemmShape
@@ -31,45 +31,30 @@ def block_gemm_op(lowered: Lowered, part: Barrier) -> None:
     n, k = (int(dim) for dim in size(q))
     weight = BlockWeight(lowered, node, q, scale, offset, (bits, block_size, zero))
     shape = GemmShape(n, k, dtype_name(out.dtype), bias=bias is not None)
-    places: dict[str, Argument] = {
-        "x": lowered.place(view.buffer, view.offset),
-        "w": weight.values,
-        "w_scale": lowered.place(scale.name),
-        "out": lowered.place(node.name),
-        "x_stride": Number(value=str(x_stride)),
-        "out_stride": Number(value=str(out_stride)),
-        "rows": Number(value=rows),
-    }
-    for name, operand in (("w_offset", offset), ("bias", bias)):
-        if operand is not None:
-            places[name] = lowered.place(operand.name)
+    op = GemmOp(
+        **common(lowered, part, bias),
+        weight=weight.values,
+        rows=rows,
+        n=n,
+        k=k,
+        batch=1,
+        x_stride=x_stride,
+        x_batch=x_batch,
+        weight_layout="nk",
+        weight_stride=k,
+        weight_batch=0,
+        out_stride=out_stride,
+        out_batch=out_batch,
+    )
+    places = kernel_arguments(op) | {"w_scale": lowered.place(scale.name)}
+    if offset is not None:
+        places["w_offset"] = lowered.place(offset.name)
     hardware = lowered.hardware
     try:
         small = block_gemm(shape, weight.shape, hardware.sm, name=f"block_gemm_{n}x{k}", rows=rows, pdl=hardware.pdl)
     except ValueError as error:
         raise NoRule(node, str(error)) from None
-    lowered.ops.append(
-        GemmOp(
-            x=lowered.place(view.buffer, view.offset),
-            weight=weight.values,
-            bias=None if bias is None else lowered.place(bias.name),
-            out=lowered.place(node.name),
-            rows=rows,
-            n=n,
-            k=k,
-            batch=1,
-            dtype=dtype_name(out.dtype),
-            x_stride=x_stride,
-            x_batch=x_batch,
-            weight_layout="nk",
-            weight_stride=k,
-            weight_batch=0,
-            out_stride=out_stride,
-            out_batch=out_batch,
-            kernels=small_launches(lowered, node, small, places),
-            label=node.name,
-        )
-    )
+    lowered.ops.append(op.model_copy(update={"kernels": small_launches(lowered, node, small, places)}))
 
 
 def block_embedding_op(lowered: Lowered, part: Barrier) -> None:

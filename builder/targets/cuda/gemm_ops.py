@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -45,51 +45,59 @@ def gemm_op(lowered: Lowered, part: Barrier) -> None:
     layout: Literal["nk", "kn"] = "nk" if node.target == aten.linear.default else "kn"
     *batch, first, second = (int(dim) for dim in size(weight))
     n, k = (first, second) if layout == "nk" else (second, first)
-    lowered.ops.append(
-        GemmOp(
-            x=lowered.place(view.buffer, view.offset),
-            weight=lowered.place(weight.name),
-            bias=None if bias is None else lowered.place(bias.name),
-            out=lowered.place(node.name),
-            rows=rows,
-            n=n,
-            k=k,
-            batch=batch[0] if batch else 1,
-            dtype=dtype_name(out.dtype),
-            x_stride=x_stride,
-            x_batch=x_batch,
-            weight_layout=layout,
-            weight_stride=second,
-            weight_batch=first * second if batch else 0,
-            out_stride=out_stride,
-            out_batch=out_batch,
-            kernels=() if batch else small_kernels(lowered, part, rows, layout, x_stride),
-            label=node.name,
-        )
+    op = GemmOp(
+        **common(lowered, part, bias),
+        weight=lowered.place(weight.name),
+        rows=rows,
+        n=n,
+        k=k,
+        batch=batch[0] if batch else 1,
+        x_stride=x_stride,
+        x_batch=x_batch,
+        weight_layout=layout,
+        weight_stride=second,
+        weight_batch=first * second if batch else 0,
+        out_stride=out_stride,
+        out_batch=out_batch,
     )
+    lowered.ops.append(op if batch else op.model_copy(update={"kernels": small_kernels(lowered, part, op)}))
 
 
-def small_kernels(lowered: Lowered, part: Barrier, rows: str, layout: str, x_stride: int) -> tuple[SmallGemm, ...]:
-    """Return the kernels that take the place of the library for few rows, if x lies as they read it."""
-    node, view = part.node, part.inputs[0]
-    weight, bias = operands(node)
-    out = lowered.parts.buffers[node.name]
-    if not lowered.hardware.small_gemms or layout != "nk" or not is_aligned(view, x_stride, out.dtype):
-        return ()
-    n, k = (int(dim) for dim in size(weight))
-    shape = GemmShape(n, k, dtype_name(out.dtype), bias=bias is not None)
-    places: dict[str, Argument] = {
+def common(lowered: Lowered, part: Barrier, bias: fx.Node | None) -> dict[str, Any]:
+    """Return the fields of a `GemmOp` that no form of the weight changes."""
+    view, out = part.inputs[0], lowered.parts.buffers[part.node.name]
+    return {
         "x": lowered.place(view.buffer, view.offset),
-        "w": lowered.place(weight.name),
-        "out": lowered.place(node.name),
-        "x_stride": Number(value=str(x_stride)),
-        "out_stride": Number(value=str(n)),
-        "rows": Number(value=rows),
+        "bias": None if bias is None else lowered.place(bias.name),
+        "out": lowered.place(part.node.name),
+        "dtype": dtype_name(out.dtype),
+        "label": part.node.name,
     }
-    if bias is not None:
-        places["bias"] = lowered.place(bias.name)
-    small = small_gemm(shape, lowered.hardware.sm, name=f"gemm_{n}x{k}", pdl=lowered.hardware.pdl, most_rows=TILED_ROWS)
-    return small_launches(lowered, node, small, places)
+
+
+def small_kernels(lowered: Lowered, part: Barrier, op: GemmOp) -> tuple[SmallGemm, ...]:
+    """Return the kernels that take the place of the library for few rows, if x lies as they read it."""
+    dtype = lowered.parts.buffers[part.node.name].dtype
+    hardware = lowered.hardware
+    if not hardware.small_gemms or op.weight_layout != "nk" or not is_aligned(part.inputs[0], op.x_stride, dtype):
+        return ()
+    shape = GemmShape(op.n, op.k, op.dtype, bias=op.bias is not None)
+    name = f"gemm_{op.n}x{op.k}"
+    small = small_gemm(shape, hardware.sm, name=name, pdl=hardware.pdl, most_rows=TILED_ROWS)
+    return small_launches(lowered, part.node, small, kernel_arguments(op))
+
+
+def kernel_arguments(op: GemmOp) -> dict[str, Argument]:
+    """Return what the kernels of a product take, by the names of their arguments."""
+    found: dict[str, Argument] = {
+        "x": op.x,
+        "w": op.weight,
+        "out": op.out,
+        "x_stride": Number(value=str(op.x_stride)),
+        "out_stride": Number(value=str(op.out_stride)),
+        "rows": Number(value=op.rows),
+    }
+    return found if op.bias is None else found | {"bias": op.bias}
 
 
 def is_aligned(view: View, x_stride: int, dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmbuild.engine.expressions import evaluate
-from llmbuild.engine.launch_plan import GemmOp, KernelOp, Number, Place, launches_of
+from llmbuild.engine.launch_plan import GemmOp, KernelOp, Number, Place
 from llmbuild.plugins.kernels.interpreter import interpret
 
 if TYPE_CHECKING:
@@ -124,8 +124,3 @@ class PlanInterpreter:
         for buffer in self.plan.buffers:
             if buffer.last == number:
                 self.arena[buffer.offset : buffer.offset + evaluate(buffer.size, self.sizes)] = NAN
-
-
-def kernels_of(planned: Planned) -> set[str]:
-    """Return the names of the kernels that a plan may launch."""
-    return {launch.kernel for op in planned.plan.ops for launch in launches_of(op)}
