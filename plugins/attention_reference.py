@@ -9,14 +9,17 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from llmbuild.plugins.cache_rounding import widened
+
 _STATE: ContextVar[PagedState] = ContextVar("llmbuild_paged_state")
 
 
 class PagedState:
     """KV pools of all layers and the paging data of the step in flight.
 
-    Pools are made on first use, `[num_blocks * block_size, Hkv, D]` per layer. `set_step` must be called before each
-    run of the graph, with the arrays of `runtime.executor.StepInput` as tensors.
+    Pools are made on first use, `[num_blocks * block_size, Hkv, D]` per layer, and scales `[.., Hkv, 1]` where each
+    token and head has its own. `set_step` must be called before each run of the graph, with the arrays of
+    `runtime.executor.StepInput` as tensors.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -24,6 +27,8 @@ class PagedState:
         self.block_size = block_size
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.key_scales: dict[int, Tensor] = {}
+        self.value_scales: dict[int, Tensor] = {}
 
     def set_step(self, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_q_lens: Tensor) -> None:
         """slot_mapping [T], block_tables [B, max_blocks], seq_lens [B] (this step included), cu_q_lens [B + 1]."""
@@ -42,31 +47,39 @@ class PagedState:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]; see `plugins.ops` for the attributes."""
-        slots = self.num_blocks * self.block_size
-        if layer not in self.keys:
-            self.keys[layer] = k.new_zeros(slots, *k.shape[1:])
-            self.values[layer] = v.new_zeros(slots, *v.shape[1:])
-        self.keys[layer][self.slot_mapping] = k
-        self.values[layer][self.slot_mapping] = v
+        self.append(self.keys, layer, k)
+        self.append(self.values, layer, v)
+        if k_scale is not None and v_scale is not None and k_scale.ndim > 1:
+            self.append(self.key_scales, layer, k_scale)
+            self.append(self.value_scales, layer, v_scale)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for row, (begin, end) in enumerate(zip(self.cu_q_lens[:-1], self.cu_q_lens[1:], strict=True)):
-            length = self.seq_lens[row]
-            key_positions = torch.arange(length)
-            table = self.block_tables[row]
-            cached = table[key_positions // self.block_size] * self.block_size + key_positions % self.block_size
+            queries = q[begin:end]
+            slots = self.slots(row)
+            keys, values = self.keys[layer][slots], self.values[layer][slots]
+            if k_scale is not None and v_scale is not None:
+                queries = queries.float()
+                keys = widened(keys, self.key_scales[layer][slots] if layer in self.key_scales else k_scale)
+                values = widened(values, self.value_scales[layer][slots] if layer in self.value_scales else v_scale)
             out[begin:end] = attend_one(
-                q[begin:end],
-                self.keys[layer][cached],
-                self.values[layer][cached],
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
+                queries, keys, values, scale, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes
             )
         return out
+
+    def append(self, pools: dict[int, Tensor], layer: int, new: Tensor) -> None:
+        """Write the rows of the step's tokens to a layer's pool."""
+        if layer not in pools:
+            pools[layer] = new.new_zeros(self.num_blocks * self.block_size, *new.shape[1:])
+        pools[layer][self.slot_mapping] = new
+
+    def slots(self, row: int) -> Tensor:
+        """Return the slots of all positions of a sequence."""
+        positions = torch.arange(self.seq_lens[row])
+        return self.block_tables[row][positions // self.block_size] * self.block_size + positions % self.block_size
 
 
 def attend_one(

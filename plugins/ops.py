@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmbuild.plugins import attention_reference, moe_reference
+from llmbuild.plugins import attention_reference, cache_rounding, moe_reference
 
 LIB = torch.library.Library("llmbuild", "DEF")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
@@ -24,24 +24,42 @@ def _define(schema: str) -> None:
 # --------------------------------------------------------------------------------------------- paged attention
 _define(
     "paged_attention(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor"
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
 )
 # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]. Causal. Appends k and v to the KV cache of `layer`, then
 # attends over it; the cache and the batch's block tables are implicit state (attention_reference.PagedState).
 # window: a query at position p sees positions p - window + 1 .. p. softcap: scores become softcap * tanh(s / softcap).
 # sinks [Hq]: one more logit per head that takes probability and adds no value. alibi_slopes [Hq]: scores get
 # slope * (key position - query position).
+# k_scale, v_scale: what the numbers of a cache in 8 bits are multiplied with, of cache_fp8 (k uint8, float32 [1]) or of
+# cache_int8 (k int8, float32 [T, Hkv, 1], appended beside k).
 
 
 @torch.library.register_fake("llmbuild::paged_attention")
-def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):
+def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None, k_scale=None, v_scale=None):
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
 @torch.library.impl("llmbuild::paged_attention", "CPU")
-def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):
+def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None, k_scale=None, v_scale=None):
+    rules = {"window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     state = attention_reference.current_state()
-    return state.attend(q, k, v, layer, scale, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
+    return state.attend(q, k, v, layer, scale, **rules, k_scale=k_scale, v_scale=v_scale)
+
+
+_define("cache_fp8(Tensor x, Tensor scale) -> Tensor")
+# x [T, H, D], scale float32 [1] -> uint8 [T, H, D], bits of e4m3: see cache_rounding.
+torch.library.impl("llmbuild::cache_fp8", "CompositeExplicitAutograd")(cache_rounding.round_fp8)
+torch.library.register_fake("llmbuild::cache_fp8")(lambda x, scale: x.new_empty(x.shape, dtype=torch.uint8))
+
+_define("cache_int8(Tensor x) -> (Tensor, Tensor)")
+# x [T, H, D] -> int8 [T, H, D], float32 [T, H, 1], the scales: see cache_rounding.
+torch.library.impl("llmbuild::cache_int8", "CompositeExplicitAutograd")(cache_rounding.round_int8)
+
+
+@torch.library.register_fake("llmbuild::cache_int8")
+def _(x):
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------------- norms

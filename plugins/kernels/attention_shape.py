@@ -26,7 +26,8 @@ PROCESSORS = {80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 103: 160, 120
 class AttentionShape:
     """One layer's attention, in the terms of `llmbuild::paged_attention`.
 
-    dtype: of queries and output. kv_dtype: of the pools. Both are names of numpy/torch dtypes ("bfloat16").
+    dtype: of queries and output. kv_dtype: of the pools. Both are names of numpy/torch dtypes ("bfloat16"). "uint8" are
+    the bits of float8_e4m3fn, for SMs before 89, which do not have it.
     kv_scales: what the pools' numbers are multiplied with. "none"; "layer": one float32 for keys, one for values;
     "token": float32 [slots, kv_heads] for each.
     window: positions a query sees, its own included. sinks, alibi: whether the layer has them.
@@ -75,7 +76,7 @@ class AttentionShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one number in the pools."""
-        return {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}[
+        return {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}[
             self.kv_dtype
         ]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmbuild.plugins.kernels.float8 import e4m3_to_float32
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,6 +39,16 @@ def load_rows(
         else:
             block = tl.load(rows)
     return block
+
+
+@triton.jit
+def widened(block, dtype: tl.constexpr):
+    """What a block of a pool stands for, scales aside, in the queries' type: exact for pools of bytes."""
+    if block.dtype == tl.uint8:
+        result = e4m3_to_float32(block).to(dtype)
+    else:
+        result = block.to(dtype)
+    return result
 
 
 @triton.jit
@@ -94,11 +106,11 @@ def attend_range(
             blocks = tl.load(table + positions // PAGE)
         slots = blocks.to(tl.int64) * PAGE + positions % PAGE
 
-        k = load_rows(keys, slots, present, KV_HEADS * HEAD_DIM, 0, HEAD_DIM, HEAD_BLOCK, MASKED).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        k = load_rows(keys, slots, present, KV_HEADS * HEAD_DIM, 0, HEAD_DIM, HEAD_BLOCK, MASKED)
+        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee")
         if REST_BLOCK > 0:
             rest = load_rows(keys, slots, present, KV_HEADS * HEAD_DIM, HEAD_BLOCK, HEAD_DIM, REST_BLOCK, MASKED)
-            scores = tl.dot(q_rest, tl.trans(rest.to(q.dtype)), scores, input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(widened(rest, q.dtype)), scores, input_precision="ieee")
         if KV_SCALES == "layer":
             scores *= k_scale
         if KV_SCALES == "token":
@@ -127,8 +139,8 @@ def attend_range(
         acc = acc * shrink[:, None]
         if KV_SCALES == "token":
             weights *= tl.load(v_scales + slots * KV_HEADS, mask=present, other=0.0)[None, :]
-        v = load_rows(values, slots, present, KV_HEADS * VALUE_DIM, 0, VALUE_DIM, VALUE_BLOCK, MASKED).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        v = load_rows(values, slots, present, KV_HEADS * VALUE_DIM, 0, VALUE_DIM, VALUE_BLOCK, MASKED)
+        acc = tl.dot(weights.to(q.dtype), widened(v, q.dtype), acc, input_precision="ieee")
         peak = new_peak
     return acc, total, peak
 

@@ -41,7 +41,7 @@ def packed(program: Program, *, attention: bool) -> Rewrite:
 
 
 def packed_attention(node: fx.Node) -> fx.Node | str:
-    q, k, v, layer, scale, window, softcap, sinks, slopes = arguments(node)
+    q, k, v, layer, scale, window, softcap, sinks, slopes, *_ = arguments(node)
     turned = [is_call(x, llmbuild.rope.default) for x in (q, k)]
     cos, sin, interleaved = None, None, False
     if any(turned):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from llmbuild.builder.ir import Program
-from llmbuild.builder.passes.edit import Size, is_tensor, rank, size
+from llmbuild.builder.passes.edit import Size, arguments, is_tensor, rank, size
 from llmbuild.builder.targets.cuda.buffers import Buffer, View
 from llmbuild.builder.targets.cuda.index import Index, Var, index_of
 from llmbuild.builder.targets.cuda.views import NoRule, step
@@ -17,6 +17,7 @@ from llmbuild.builder.targets.cuda.views import NoRule, step
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
 
+CACHE_SCALES = (9, 10)  # of paged_attention: computed for each token, or weights, or absent
 # Op → (what it is, positions of the arguments that are computed; all other tensors must be weights).
 BARRIERS: dict[Any, tuple[str, tuple[int, ...]]] = {
     aten.linear.default: ("gemm", (0,)),
@@ -25,7 +26,7 @@ BARRIERS: dict[Any, tuple[str, tuple[int, ...]]] = {
     aten.matmul.default: ("gemm", (0,)),
     aten.bmm.default: ("batched_gemm", (0,)),
     llmbuild.linear_blockwise.default: ("block_gemm", (0,)),
-    llmbuild.paged_attention.default: ("attention", (0, 1, 2)),
+    llmbuild.paged_attention.default: ("attention", (0, 1, 2, *CACHE_SCALES)),
     llmbuild.moe_experts.default: ("experts", (0, 1, 2)),
     llmbuild.moe_experts_blockwise.default: ("block_experts", (0, 1, 2)),
     llmbuild.embedding_blockwise.default: ("block_embedding", (0,)),
@@ -46,7 +47,12 @@ def barrier(program: Program, node: fx.Node) -> str | None:
 
 def computed_operands(node: fx.Node) -> list[fx.Node]:
     """Return what a barrier reads besides weights."""
-    return [node.args[place] for place in BARRIERS[node.target][1]]  # type: ignore[misc]
+    kind, places = BARRIERS[node.target]
+    if kind == "attention":
+        optional = (arguments(node)[place] for place in CACHE_SCALES)
+        computed = [scale for scale in optional if scale is not None and scale.op != "placeholder"]
+        return [*node.args[:3], *computed]  # type: ignore[list-item]
+    return [node.args[place] for place in places]  # type: ignore[misc]
 
 
 def levels(program: Program) -> dict[fx.Node, int]:

@@ -9,7 +9,8 @@
 
 A value lies in memory when a barrier reads it (or is what it is a view of), when it is the result, or when it is read
 at a later level than its own; all others exist only inside a row program. Keys and values are written where they stay,
-into the slots of a layer's pools `keys_0`, `values_0`: attention appends nothing.
+into the slots of a layer's pools `keys_0`, `values_0`: attention appends nothing. Where a cache has a scale for each
+token and head, `key_scales_0` and `value_scales_0` are pools likewise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from llmbuild.builder.targets.cuda.levels import (
     strided,
     tensors,
 )
-from llmbuild.builder.targets.cuda.row_program import HEADER, RowProgram, anonymous, row_program
+from llmbuild.builder.targets.cuda.row_program import RowProgram, anonymous, header, row_program
 from llmbuild.builder.targets.cuda.rules.table import has_rule
 from llmbuild.builder.targets.cuda.views import NoRule, base
 
@@ -43,7 +44,7 @@ class Barrier:
     """A GEMM, attention, experts or a lookup in blocks. kind: which. inputs: what it reads besides weights, in order.
 
     The node holds the op, its weights and its numbers. Its result is the dense buffer of the node's name. The inputs of
-    attention are queries and the two pools.
+    attention are queries and the two pools, and two pools of scales where each token and head has its own.
     """
 
     kind: str
@@ -78,7 +79,7 @@ class Partition:
     @property
     def source(self) -> str:
         """All kernels as one module."""
-        return "\n\n".join([HEADER, *(kernel.source for kernel in self.kernels)])
+        return "\n\n".join([header(self.kernels), *(kernel.source for kernel in self.kernels)])
 
 
 def partition(program: Program) -> Partition:
@@ -176,13 +177,9 @@ class Plan:
         operands = computed_operands(node)
         if kind != "attention":
             return tuple(self.read(operand, str(kind)) for operand in operands)
-        query, key, value = operands
-        layer = node.args[3]
-        return (
-            self.read(query, kind),
-            self.append(key, f"keys_{layer}"),
-            self.append(value, f"values_{layer}"),
-        )
+        query, *stored = operands
+        pools = zip(stored, ("keys", "values", "key_scales", "value_scales"), strict=False)
+        return (self.read(query, kind), *(self.append(each, f"{name}_{node.args[3]}") for each, name in pools))
 
     def barrier(self, node: fx.Node) -> Barrier:
         return Barrier(str(barrier(self.program, node)), node, self.inputs(node))

@@ -11,12 +11,14 @@ section; sections are the branches of the kernel:
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from llmbuild.builder.passes.edit import is_call
 from llmbuild.builder.targets.cuda.buffers import Buffer, Output
 from llmbuild.builder.targets.cuda.index import Index, Var, index_of
 from llmbuild.builder.targets.cuda.rules.table import rule
@@ -26,6 +28,7 @@ from llmbuild.builder.targets.cuda.views import Indices, replaced
 CHUNK = 1024  # channels of a program that needs no others of its row
 BLOCK = 1024  # elements of a block of several heads
 HEADER = "import triton\nimport triton.language as tl\n"
+HELPERS = {"float32_to_e4m3": "float8", "float32_to_int8": "int8"}  # that a kernel may call: module of plugins.kernels
 
 Stored = Callable[[fx.Node], Buffer | None]
 
@@ -90,7 +93,7 @@ def row_program(name: str, rows: str, outputs: Sequence[Output], stored: Stored)
     kernel = Kernel([output.buffer for output in outputs])
     groups: dict[Space, list[Output]] = {}
     for output in outputs:
-        groups.setdefault(Space.of(output.buffer), []).append(output)
+        groups.setdefault(space_of(output, outputs), []).append(output)
     sections = [Written.of(kernel, space, group, stored) for space, group in groups.items()]
     body, tiles = [], 0
     for section in sections:
@@ -126,6 +129,17 @@ def row_program(name: str, rows: str, outputs: Sequence[Output], stored: Stored)
         max(section.widest for section in sections),
         tuple(nodes),
     )
+
+
+def space_of(output: Output, outputs: Sequence[Output]) -> Space:
+    """Return how an output is iterated: one number a head, made beside a head's channels, is written beside them."""
+    own = Space.of(output.buffer)
+    if own.channels > 1 or not is_call(output.node, operator.getitem):
+        return own
+    producer = output.node.args[0]
+    siblings = [o for o in outputs if is_call(o.node, operator.getitem) and o.node.args[0] is producer]
+    spaces = [space for space in (Space.of(sibling.buffer) for sibling in siblings) if space.heads == own.heads]
+    return max(spaces, key=lambda space: space.channels)
 
 
 @dataclass
@@ -205,13 +219,20 @@ def head_index(names: Names, tile: str, heads: int, chunks: int, at_once: int) -
     return index_of(Var(name, heads, frozenset({0}), masks)), [line]
 
 
+def header(kernels: Sequence[RowProgram]) -> str:
+    """Return what goes before the kernels of a module: imports, helpers only where they are called."""
+    called = {name for name in HELPERS for kernel in kernels if f"{name}(" in kernel.source}
+    imports = [f"from llmbuild.plugins.kernels.{HELPERS[name]} import {name}\n" for name in sorted(called)]
+    return HEADER + "\n" * bool(imports) + "".join(imports)
+
+
 def output_index(buffer: Buffer, head: Index, channel: Index) -> Indices:
     """Return the index in an output of a section's head and channel."""
     dims = [*([buffer.rows_each] if buffer.rows_each > 1 else []), *(int(dim) for dim in buffer.inner)]
     parts: list[Index] = []
     for place in reversed(range(len(dims))):
         if place == len(dims) - 1:
-            parts.append(channel)
+            parts.append(channel if dims[place] > 1 else Index())
         elif place == 0:
             parts.append(head)
         else:

@@ -22,15 +22,15 @@ from onnx import TensorProto
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, size
-from llmbuild.builder.targets.cpu.emitter import CONTRIB, Emitter
 from llmbuild.builder.targets.cpu.lower.attention_paged import pool_names
-from llmbuild.builder.targets.cpu.lower.rule import reshape
+from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, Emitter
+from llmbuild.builder.targets.onnx_graph.rule import reshape
 
 ALIBI_INPUT = "distance"
 
 
 def attention(e: Emitter, node: fx.Node) -> str:
-    q, k, v, layer, scale, window, softcap, sinks, slopes = arguments(node)
+    q, k, v, layer, scale, window, softcap, sinks, slopes, *_ = arguments(node)
     q_heads, kv_heads = int(size(q)[1]), int(size(k)[1])
     group, width, value_width = q_heads // kv_heads, int(size(k)[2]), int(size(v)[2])
     keys, values = (

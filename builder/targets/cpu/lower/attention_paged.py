@@ -11,8 +11,9 @@ from torch import fx
 
 from llmbuild.builder.ir import LayerKV
 from llmbuild.builder.passes.edit import arguments, rank, size
-from llmbuild.builder.targets.cpu.emitter import NATIVE, Emitter
-from llmbuild.builder.targets.cpu.lower.rule import Rule, reshape
+from llmbuild.builder.targets.cpu import ops  # noqa: F401  (registers the ops that the table names)
+from llmbuild.builder.targets.onnx_graph.emitter import NATIVE, Emitter
+from llmbuild.builder.targets.onnx_graph.rule import Rule, reshape
 
 MAX_WIDTH = 512  # kMaxWidth of native/attend.h
 
@@ -45,7 +46,7 @@ def emit(
         tensors: q (or q|k|v), k, v, cos, sin; absent ones are "".
         rest: What follows q, k, v in `llmbuild::paged_attention`.
     """
-    layer, scale, window, softcap, sinks, slopes = rest
+    layer, scale, window, softcap, sinks, slopes, *_ = rest
     keys, values = pool_names(layer)
     e.add_input(keys, TensorProto.FLOAT, ["slots", heads[1] * widths[0]])
     e.add_input(values, TensorProto.FLOAT, ["slots", heads[1] * widths[1]])

@@ -10,12 +10,22 @@ from torch import fx
 
 from llmbuild.builder.passes.edit import arg, is_call
 from llmbuild.builder.targets.cuda import views
-from llmbuild.builder.targets.cuda.rules import assembly, pointwise, reductions, router
+from llmbuild.builder.targets.cuda.rules import assembly, cache, pointwise, reductions, router
 from llmbuild.builder.targets.cuda.section import Section, Value
 from llmbuild.builder.targets.cuda.views import Indices, NoRule
 
-RULES: dict[Any, pointwise.Rule] = {**pointwise.RULES, **reductions.RULES, **assembly.RULES, **router.RULES}
-PARTS: dict[Any, Callable[[Section, fx.Node, Indices, int], Value]] = {**reductions.PARTS, **router.PARTS}
+RULES: dict[Any, pointwise.Rule] = {
+    **pointwise.RULES,
+    **reductions.RULES,
+    **assembly.RULES,
+    **router.RULES,
+    **cache.RULES,
+}
+PARTS: dict[Any, Callable[[Section, fx.Node, Indices, int], Value]] = {
+    **reductions.PARTS,
+    **router.PARTS,
+    **cache.PARTS,
+}
 
 
 def rule(node: fx.Node) -> pointwise.Rule:
