@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmbuild.cuda.calls import CudaError
 from llmbuild.engine.reader import open_engine
 from llmbuild.errors import ConfigError, LLMBuildError
 from llmbuild.runtime.executors.cuda import load as load_module
-from llmbuild.runtime.executors.cuda.driver import CudaError
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.executors.registry import load_executor
 from llmbuild.runtime.llm import LLM

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from llmbuild.cuda import kernels as kernels_module
+from llmbuild.cuda.calls import CudaError, checked
+from llmbuild.cuda.kernels import Grid, KernelLauncher
 from llmbuild.engine.cubin import Cubin
 from llmbuild.engine.reader import open_engine
 from llmbuild.errors import EngineError, LLMBuildError
 from llmbuild.runtime.executors.cuda import driver as driver_module
 from llmbuild.runtime.executors.cuda import load as load_module
-from llmbuild.runtime.executors.cuda.driver import CudaError, Device, Grid, KernelLauncher, checked
+from llmbuild.runtime.executors.cuda.driver import Device
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from support.cuda_engine import KERNELS, fake_gpu, kernel, launch, plan, write_cuda_engine
 from support.fake_device import FakeDevice
@@ -194,7 +197,7 @@ def test_every_driver_function_that_is_called_exists() -> None:
     real = pytest.importorskip("cuda.bindings.driver")
     import re
 
-    text = Path(driver_module.__file__).read_text()
+    text = "".join(Path(module.__file__).read_text() for module in (driver_module, kernels_module))
     names = set(re.findall(r"\b(cu[A-Z]\w+)", text))
     assert len(names) > 30
     assert [name for name in sorted(names) if not hasattr(real, name)] == []

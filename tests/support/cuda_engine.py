@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmbuild.cuda.kernels import Grid
 from llmbuild.engine.cubin import Cubin, Launch, Parameter
 from llmbuild.engine.kernel_pack import CompiledKernel, write_pack
 from llmbuild.engine.launch_plan import (
@@ -29,7 +30,6 @@ from llmbuild.engine.launch_plan import (
 )
 from llmbuild.engine.manifest import KVCacheSection, LayerKVSection, LimitsSection, TargetSection
 from llmbuild.runtime.executor import StepInput
-from llmbuild.runtime.executors.cuda.driver import Grid
 from support.fake_device import FakeDevice
 from support.fake_engine import PAYLOAD, sections, write_engine
 from support.fake_executor import hash_terms, logits_of_hash

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from llmbuild.cuda.kernels import Grid
 from llmbuild.engine.cubin import Launch
 from llmbuild.engine.launch_plan import ITEM_BYTES, Buffer, Input, KernelOp, LaunchPlan, Place, Sampling
-from llmbuild.runtime.executors.cuda.driver import Grid
 from llmbuild.runtime.sampler import largest, sample
 from llmbuild.runtime.sampling_batch import RowExtras, SamplingBatch
 from support.cuda_engine import BATCH, KERNELS, VOCAB, kernel, launch, number, place, plan

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmbuild.cuda.calls import CudaError
+from llmbuild.cuda.kernels import Grid
 from llmbuild.engine.cubin import Cubin, Launch
-from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, CudaError, Grid, HostMemory
+from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, HostMemory
 
 BASE = 0x7F00_0000_0000
 GAP = 1 << 12

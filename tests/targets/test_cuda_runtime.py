@@ -21,6 +21,7 @@ from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.cuda.lowered import Hardware
 from llmbuild.builder.targets.cuda.lowering import Planned, plan_program
 from llmbuild.builder.targets.cuda.parameters import launch_parameters
+from llmbuild.cuda.kernels import Grid
 from llmbuild.engine.cubin import Cubin, Launch
 from llmbuild.engine.kernel_pack import CompiledKernel, write_pack
 from llmbuild.engine.manifest import LimitsSection, TargetSection
@@ -30,7 +31,6 @@ from llmbuild.plugins.kernels.spec import KernelSpec
 from llmbuild.quantization.recipes import find_recipe
 from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.cublaslt import CublasLt
-from llmbuild.runtime.executors.cuda.driver import Grid
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.llm import LLM
 from llmbuild.runtime.sampling_params import SamplingParams

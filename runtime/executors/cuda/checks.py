@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmbuild.cuda.calls import CudaError
 from llmbuild.engine.kernel_pack import KernelPack
 from llmbuild.engine.launch_plan import GemmOp, LaunchPlan, launches_of
 from llmbuild.errors import EngineError
-from llmbuild.runtime.executors.cuda.driver import CudaError, Device
+from llmbuild.runtime.executors.cuda.driver import Device
 from llmbuild.runtime.executors.cuda.parameters import check_arguments
 from llmbuild.runtime.executors.cuda.step_program import LoadedKernel
 

@@ -12,8 +12,8 @@ import ctypes
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmbuild.cuda.calls import INSTALL
 from llmbuild.errors import EngineError, LLMBuildError
-from llmbuild.runtime.executors.cuda.driver import INSTALL
 
 # cublasLt.h and library_types.h
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF

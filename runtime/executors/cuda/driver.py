@@ -13,22 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llmbuild.cuda.calls import CudaError, checked, import_driver
+from llmbuild.cuda.kernels import KernelLauncher, Kernels
 from llmbuild.engine.cubin import Cubin, Launch
-from llmbuild.errors import EngineError, LLMBuildError
+from llmbuild.errors import EngineError
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-INSTALL = "pip install 'llmbuild[cuda]'"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the null stream, which this target never uses
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-
-
-class CudaError(LLMBuildError):
-    """A call of the CUDA driver failed. call: its name. code: the driver's, "CUDA_ERROR_INVALID_VALUE"."""
-
-    def __init__(self, call: str, code: str, meaning: str) -> None:
-        super().__init__(f"{call} failed: {code}" + (f" ({meaning})" if meaning else ""), where="CUDA driver")
-        self.call = call
-        self.code = code
 
 
 class HostMemory(NamedTuple):
@@ -36,18 +28,6 @@ class HostMemory(NamedTuple):
 
     address: int
     bytes: npt.NDArray[np.uint8]
-
-
-class Grid(NamedTuple):
-    """Programs along each axis."""
-
-    x: int
-    y: int
-    z: int
-
-    @property
-    def programs(self) -> int:
-        return self.x * self.y * self.z
 
 
 class Device:
@@ -74,8 +54,7 @@ class Device:
         self.driver_version: int = self._call("cuDriverGetVersion")
         self.shared_limit = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._handle)
-        self._libraries: list[Any] = []
-        self._functions: dict[tuple[str, bytes], Any] = {}
+        self._kernels = Kernels(driver, self.shared_limit, self.name)
         self.make_current()
 
     def make_current(self) -> None:
@@ -84,10 +63,7 @@ class Device:
 
     def close(self) -> None:
         """Unload the kernels and let go of the context. Memory, streams and graphs must be freed before."""
-        for library in self._libraries:
-            self._call("cuLibraryUnload", library)
-        self._libraries.clear()
-        self._functions.clear()
+        self._kernels.unload()
         self._call("cuDevicePrimaryCtxRelease", self._handle)
 
     # Memory
@@ -184,31 +160,11 @@ class Device:
             CudaError: The driver cannot load it.
             EngineError: It needs more shared memory than this GPU has.
         """
-        launch, data = cubin.launch, bytes(cubin.data)
-        if launch.shared > self.shared_limit:
-            raise EngineError(
-                f"the kernel {launch.symbol} needs {launch.shared} bytes of shared memory for a block; "
-                f"{self.name} has {self.shared_limit}",
-                hint="convert the model again for this GPU, see --sm",
-            )
-        known = self._functions.get((launch.symbol, data))
-        if known is not None:
-            return known
-        image = np.frombuffer(data, np.uint8)
-        library = self._call("cuLibraryLoadData", image.ctypes.data, [], [], 0, [], [], 0)  # the driver keeps a copy
-        self._libraries.append(library)
-        kernel = self._call("cuLibraryGetKernel", library, launch.symbol.encode())
-        # A function of this context: loads the code now, not in the middle of a capture.
-        function = self._call("cuKernelGetFunction", kernel)
-        most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        if launch.shared > 48 << 10:
-            self._call("cuFuncSetAttribute", function, most, launch.shared)
-        self._functions[launch.symbol, data] = function
-        return function
+        return self._kernels.load(cubin)
 
     def launcher(self, kernel: Any, launch: Launch, parameters: Any) -> KernelLauncher:
         """Return what launches `kernel` with `parameters` (a ParameterBuffer)."""
-        return KernelLauncher(self._driver, kernel, launch, parameters)
+        return self._kernels.launcher(kernel, launch, parameters)
 
     # Graphs
 
@@ -255,78 +211,3 @@ class Device:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return checked(self._driver, name, getattr(self._driver, name)(*arguments))
-
-
-class KernelLauncher:
-    """Launches one kernel with one parameter buffer, whose content at the time of a call counts. About 4 us a call."""
-
-    def __init__(self, driver: Any, kernel: Any, launch: Launch, parameters: Any) -> None:
-        self._driver = driver
-        self._kernel = kernel
-        self._parameters = parameters  # kept: the driver reads it at each call
-        self._pointers = int(parameters.pointers)
-        self._num_ctas = launch.num_ctas
-        self._config = config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * launch.num_warps, 1, 1
-        config.sharedMemBytes = launch.shared
-        attributes = _launch_attributes(driver, launch)
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-
-    def __call__(self, grid: Grid, stream: Any) -> None:
-        config = self._config
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid.x * self._num_ctas, grid.y, grid.z
-        config.hStream = stream
-        result = self._driver.cuLaunchKernelEx(config, self._kernel, self._pointers, 0)
-        if result[0]:
-            checked(self._driver, "cuLaunchKernelEx", result)
-
-
-def import_driver() -> Any:
-    """Return `cuda.bindings.driver`.
-
-    Raises:
-        EngineError: cuda-bindings is not installed, or does not load.
-    """
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise EngineError(
-            "the cuda target needs the package cuda-bindings", where=str(error) or None, hint=INSTALL
-        ) from error
-    return driver
-
-
-def checked(driver: Any, name: str, result: tuple[Any, ...]) -> Any:
-    """Return what a call returned besides its code: nothing, a value, or a tuple of values.
-
-    Raises:
-        CudaError: The code is not success.
-    """
-    code, *values = result
-    if int(code) != 0:
-        label = getattr(code, "name", str(code))
-        _, text = driver.cuGetErrorString(code)
-        raise CudaError(name, label, text.decode() if isinstance(text, bytes) else "")
-    return None if not values else values[0] if len(values) == 1 else tuple(values)
-
-
-def _launch_attributes(driver: Any, launch: Launch) -> list[Any]:
-    kinds = driver.CUlaunchAttributeID
-    attributes = []
-
-    def attribute(kind: Any) -> Any:
-        one = driver.CUlaunchAttribute()
-        one.id = kind
-        attributes.append(one)
-        return one.value
-
-    if launch.pdl:
-        value = attribute(kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
-        value.programmaticStreamSerializationAllowed = 1
-    if launch.cooperative:
-        attribute(kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative = 1
-    if launch.num_ctas > 1:
-        cluster = attribute(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
-        cluster.x, cluster.y, cluster.z = launch.num_ctas, 1, 1
-    return attributes

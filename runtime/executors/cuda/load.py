@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from llmbuild.cuda.calls import CudaError
 from llmbuild.engine.kernel_pack import KernelPack
 from llmbuild.engine.launch_plan import LaunchPlan
 from llmbuild.errors import EngineError
@@ -14,7 +15,7 @@ from llmbuild.runtime.executors.cuda.addresses import Addresses
 from llmbuild.runtime.executors.cuda.checks import check_gpu, load_kernels, needs_library
 from llmbuild.runtime.executors.cuda.cublaslt import CublasLt
 from llmbuild.runtime.executors.cuda.device_sampler import DeviceSampler
-from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, CudaError, Device
+from llmbuild.runtime.executors.cuda.driver import OUT_OF_MEMORY, Device
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, memory_paths
 from llmbuild.runtime.executors.cuda.gemms import Gemms, NoGemms, open_library
 from llmbuild.runtime.executors.cuda.inputs import InputArea, input_layout

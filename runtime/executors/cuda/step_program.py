@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
+from llmbuild.cuda.calls import CudaError
+from llmbuild.cuda.kernels import Grid
 from llmbuild.engine.cubin import Cubin
 from llmbuild.engine.expressions import evaluate, parse
 from llmbuild.engine.launch_plan import GemmOp, KernelOp, LaunchPlan, Limits, Place, most_bytes
 from llmbuild.errors import LLMBuildError
-from llmbuild.runtime.executors.cuda.driver import CudaError, Device, Grid
+from llmbuild.runtime.executors.cuda.driver import Device
 from llmbuild.runtime.executors.cuda.parameters import ParameterBuffer
 
 Kind = Literal["decode", "mixed"]
