@@ -27,6 +27,14 @@ class Statistics(Protocol):
         """Return mean |x| of each channel, float64 [K]."""
         ...
 
+    def absmax(self, key: str) -> Tensor:
+        """Return the largest |x| of each channel, float32 [K]."""
+        ...
+
+    def sample(self, key: str) -> Tensor:
+        """Return some of the rows, float32 [n, K]."""
+        ...
+
 
 class LastFactor:
     """Remembers the factor made last: the weights that read one input (q, k, v) are rounded one after the other."""

@@ -105,6 +105,7 @@ class Awq:
         return f"{self.rounding}, AWQ"
 
 
+NeedsGram = Gptq | Awq
 Calibrated = Gptq | Awq  # schemes that need statistics of what a linear reads
 Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from llmbuild.builder.ir import Program
 from llmbuild.builder.passes.edit import arg, is_call, size
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.compensated import Statistics
-from llmbuild.quantization.recipes import Recipe
+from llmbuild.quantization.recipes import NeedsGram, Recipe, Scheme
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ class Known(NamedTuple):
     key: str
 
 
-# (program, all inputs, keys of those whose Gram matrix is needed) -> statistics of the latter at least
+# (program, all inputs, keys of those whose Gram matrix is needed) -> statistics of all inputs
 Calibrate = Callable[[Program, Sequence[LinearInput], frozenset[str]], Statistics]
 
 
@@ -82,17 +82,17 @@ def known_inputs(
     program: Program,
     inputs: Sequence[LinearInput],
     recipe: Recipe,
-    calibrated: Collection[fx.Node],
+    calibrated: Mapping[fx.Node, Scheme],
     calibrate: Calibrate | None,
 ) -> dict[fx.Node, Known]:
-    """Return the statistics of what reads each weight of `calibrated`; weights of no input have none.
+    """Return the statistics of what each weight of `calibrated`, by scheme, meets; weights of no input have none.
 
     Raises:
         ConfigError: There is no calibration.
     """
     weights = {each.key: [w for w in (arg(node, 1) for node in each.linears) if w in calibrated] for each in inputs}
-    needed = frozenset(key for key, nodes in weights.items() if nodes)
-    if not needed:
+    weights = {key: nodes for key, nodes in weights.items() if nodes}
+    if not weights:
         return {}
     if calibrate is None:
         raise ConfigError(
@@ -100,5 +100,6 @@ def known_inputs(
             where="--quant",
             hint="build with BuildConfig or `llmbuild convert`, which calibrate; or take a recipe that needs none",
         )
-    statistics = calibrate(program, inputs, needed)
-    return {node: Known(statistics, key) for key in needed for node in weights[key]}
+    grams = {key for key, nodes in weights.items() if any(isinstance(calibrated[node], NeedsGram) for node in nodes)}
+    statistics = calibrate(program, inputs, frozenset(grams))
+    return {node: Known(statistics, key) for key, nodes in weights.items() for node in nodes}

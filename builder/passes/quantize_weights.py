@@ -53,7 +53,7 @@ def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None
     head, routers = lm_head(program), router_weights(program)
     weights = [node for node in program.graph.nodes if program.weight_of(node) is not None]
     choices = {node: choose(program, node, recipe, head, routers) for node in weights}
-    calibrated = {node for node, choice in choices.items() if isinstance(choice.scheme, Calibrated)}
+    calibrated = {node: choice.scheme for node, choice in choices.items() if isinstance(choice.scheme, Calibrated)}
     inputs = linear_inputs(program)
     known = known_inputs(program, inputs, recipe, calibrated, calibrate)
     schemes = {node: choice.scheme for node, choice in choices.items()}

@@ -2,8 +2,9 @@
 
 For an input `KEY` (the checkpoint name of the first weight that reads it) of K channels it holds
 
-    KEY.total  F64 [K]    KEY.counts I64 [BINS]    KEY.rows I64 [3]: rows, whether there is an exponent, exponent
-    KEY.absmax F32 [K]    KEY.gram   F32 [K, K], where it was asked for
+    KEY.total  F64 [K]    KEY.counts I64 [BINS]    KEY.rows I64 [4]: rows, whether there is an exponent, exponent,
+    KEY.absmax F32 [K]    KEY.gram   F32 [K, K], where it was asked for              and how many rows of the sample
+    KEY.sample F32 [ROWS, K]         KEY.priorities I64 [ROWS]: of its rows          there are; zeros follow them
 
 and in its metadata, as JSON under "llmbuild", what `Description` says. The same statistics give the same bytes.
 """
@@ -23,9 +24,10 @@ from torch import Tensor
 from llmbuild.engine.hashing import sha256_file
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.calibration.histogram import BINS, Histogram
+from llmbuild.quantization.calibration.sample import ROWS, Sample
 from llmbuild.quantization.calibration.statistics import InputStatistics
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA = "llmbuild"
 TYPES = {torch.float64: "F64", torch.int64: "I64", torch.float32: "F32"}
 
@@ -128,12 +130,15 @@ class StatisticsWriter:
             raise AssertionError(f"no statistics of {', '.join(sorted(self.missing))}")
 
     def write(self, key: str, statistics: InputStatistics) -> None:
-        exponent = statistics.histogram.exponent
+        exponent, sample = statistics.histogram.exponent, statistics.sample
+        missing = ROWS - len(sample.rows)
         parts = {
             "total": statistics.total,
             "counts": statistics.histogram.counts,
-            "rows": torch.tensor([statistics.rows, exponent is not None, exponent or 0]),
+            "rows": torch.tensor([statistics.rows, exponent is not None, exponent or 0, len(sample.rows)]),
             "absmax": statistics.absmax,
+            "sample": torch.cat((sample.rows, sample.rows.new_zeros(missing, sample.rows.shape[1]))),
+            "priorities": torch.cat((sample.priorities, sample.priorities.new_zeros(missing))),
         }
         if statistics.gram is not None:
             parts["gram"] = statistics.gram
@@ -152,7 +157,8 @@ def tensors(inputs: Mapping[str, InputLayout]) -> list[tuple[str, torch.dtype, t
     for key, layout in inputs.items():
         channels = (layout.columns,)
         found += [(f"{key}.total", torch.float64, channels), (f"{key}.absmax", torch.float32, channels)]
-        found += [(f"{key}.counts", torch.int64, (BINS,)), (f"{key}.rows", torch.int64, (3,))]
+        found += [(f"{key}.counts", torch.int64, (BINS,)), (f"{key}.rows", torch.int64, (4,))]
+        found += [(f"{key}.sample", torch.float32, (ROWS, layout.columns)), (f"{key}.priorities", torch.int64, (ROWS,))]
         if layout.gram:
             found.append((f"{key}.gram", torch.float32, (layout.columns, layout.columns)))
     return found
@@ -200,13 +206,27 @@ class StatisticsFile:
         assert isinstance(total, Tensor)
         return total / max(1, rows)
 
+    def absmax(self, key: str) -> Tensor:
+        """Return the largest |x| of each channel, float32 [K]."""
+        tensor = self.file.get_tensor(f"{key}.absmax")
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def sample(self, key: str) -> Tensor:
+        """Return some of the rows, float32 [n, K]."""
+        tensor = self.file.get_tensor(f"{key}.sample")
+        assert isinstance(tensor, Tensor)
+        return tensor[: int(self.file.get_tensor(f"{key}.rows")[3])]
+
     def read(self, key: str) -> InputStatistics:
         """Return everything about one input."""
         layout = self.description.inputs[key]
         part = lambda name: self.file.get_tensor(f"{key}.{name}")  # noqa: E731
-        rows, known, exponent = part("rows").tolist()
+        rows, known, exponent, kept = part("rows").tolist()
         histogram = Histogram(part("counts"), exponent if known else None)
-        return InputStatistics(rows, part("absmax"), part("total"), self.gram(key) if layout.gram else None, histogram)
+        sample = Sample(part("sample")[:kept], part("priorities")[:kept])
+        gram = self.gram(key) if layout.gram else None
+        return InputStatistics(rows, part("absmax"), part("total"), gram, sample, histogram)
 
 
 def merge(paths: Sequence[Path], output: Path) -> None:

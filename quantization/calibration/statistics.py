@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmbuild.errors import ModelError
 from llmbuild.quantization.calibration.histogram import Histogram
+from llmbuild.quantization.calibration.sample import Sample
 
 
 @dataclass
@@ -20,6 +21,7 @@ class InputStatistics:
         absmax: float32 [K], the largest |x| of each channel.
         total: float64 [K], the sum of |x| of each channel.
         gram: float32 [K, K], the sum of xᵀx; None where it was not asked for.
+        sample: Some of the rows.
         histogram: Of |x|, all channels together.
     """
 
@@ -27,12 +29,14 @@ class InputStatistics:
     absmax: Tensor
     total: Tensor
     gram: Tensor | None
+    sample: Sample
     histogram: Histogram = field(default_factory=Histogram)
 
     @classmethod
     def empty(cls, columns: int, *, gram: bool) -> InputStatistics:
         matrix = torch.zeros(columns, columns) if gram else None
-        return cls(0, torch.zeros(columns), torch.zeros(columns, dtype=torch.float64), matrix)
+        total = torch.zeros(columns, dtype=torch.float64)
+        return cls(0, torch.zeros(columns), total, matrix, Sample.empty(columns))
 
     @property
     def mean(self) -> Tensor:
@@ -52,6 +56,7 @@ class InputStatistics:
         self.absmax = torch.maximum(self.absmax, magnitudes.amax(0))
         self.total += magnitudes.double().sum(0)
         self.histogram.add(magnitudes)
+        self.sample.add(values)
         if self.gram is not None:
             self.gram.addmm_(values.T, values)
             if not bool(torch.isfinite(self.gram.diagonal()).all()):
@@ -69,6 +74,7 @@ class InputStatistics:
         self.absmax = torch.maximum(self.absmax, other.absmax)
         self.total = self.total + other.total
         self.histogram.merge(other.histogram)
+        self.sample.merge(other.sample)
         if self.gram is not None and other.gram is not None:
             self.gram = self.gram + other.gram
 

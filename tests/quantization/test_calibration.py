@@ -23,6 +23,7 @@ from llmbuild.quantization.calibration.file import (
 )
 from llmbuild.quantization.calibration.histogram import BINS, Histogram
 from llmbuild.quantization.calibration.observers import AbsMax, HistogramMse, Percentile, range_end
+from llmbuild.quantization.calibration.sample import ROWS
 from llmbuild.quantization.calibration.statistics import InputStatistics
 
 values = st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([0.0, -0.0, 1e-45, 1.0, 2.0, -2048.0, 3e38]))
@@ -141,6 +142,23 @@ def test_what_is_not_finite_is_refused_by_layer_and_place(bad: float, shown: str
     assert "window 6, token 4, channel 2" in text
 
 
+def test_the_sample_holds_the_same_rows_in_whatever_order_they_come() -> None:
+    rows = [torch.randn(90, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    whole, backwards, merged = gathered(*rows).sample, gathered(*reversed(rows)).sample, gathered(rows[2])
+    merged.merge(gathered(rows[1], rows[0], rows[0]))  # the same rows twice count once
+    for other in (backwards, merged.sample):
+        assert other.rows.equal(whole.rows) and other.priorities.equal(whole.priorities)
+    assert whole.rows.shape == (ROWS, 5) and bool((whole.priorities[1:] > whole.priorities[:-1]).all())
+    everything = {tuple(row.tolist()) for part in rows for row in part}
+    assert all(tuple(row.tolist()) in everything for row in whole.rows)
+    shares = [sum(tuple(row.tolist()) in {tuple(r.tolist()) for r in part} for row in whole.rows) for part in rows]
+    assert min(shares) > ROWS / 6  # of all parts of the text
+
+
+def test_few_rows_are_all_kept() -> None:
+    assert sorted(map(tuple, gathered(some_rows(1)).sample.rows.tolist())) == sorted(map(tuple, some_rows(1).tolist()))
+
+
 def test_squares_that_overflow_are_refused() -> None:
     with pytest.raises(ModelError, match="too large to be squared"):
         gathered(some_rows(1) * 1e25)
@@ -178,6 +196,8 @@ def test_a_file_gives_back_what_was_written_and_is_always_the_same(tmp_path: Pat
         found.histogram.counts.equal(wanted.histogram.counts) and found.histogram.exponent == wanted.histogram.exponent
     )
     assert file.read("c.weight").gram is None
+    assert found.sample.rows.equal(wanted.sample.rows) and found.sample.priorities.equal(wanted.sample.priorities)
+    assert file.sample("a.weight").equal(wanted.sample.rows) and file.absmax("a.weight").equal(wanted.absmax)
     assert file.mean("a.weight").equal(wanted.mean) and wanted.gram.equal(file.gram("a.weight"))
     assert written(tmp_path / "t", 1).read_bytes() == (tmp_path / "s").read_bytes()
     assert StatisticsFile(written(tmp_path / "u", 2)).sha256 != file.sha256

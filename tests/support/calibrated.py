@@ -52,6 +52,12 @@ class Held:
     def mean(self, key: str) -> torch.Tensor:
         return self.found[key].mean
 
+    def absmax(self, key: str) -> torch.Tensor:
+        return self.found[key].absmax
+
+    def sample(self, key: str) -> torch.Tensor:
+        return self.found[key].sample.rows
+
 
 def gathered(windows: Windows) -> Calibrate:
     """Return what `choose_formats` calls for statistics."""
