@@ -16,8 +16,8 @@ from llmbuild.builder.passes.quantize_weights import choose_formats, use_blocks
 from llmbuild.builder.passes.stack_experts import stack_experts
 from llmbuild.builder.targets.base import CompileOptions, Limits
 from llmbuild.builder.targets.cpu import native_library
-from llmbuild.builder.targets.cpu.emitter import NATIVE
 from llmbuild.builder.targets.cpu.target import CpuTarget
+from llmbuild.builder.targets.onnx_graph.emitter import NATIVE
 from llmbuild.plugins import moe_reference
 from llmbuild.quantization.recipes import find_recipe
 from llmbuild.runtime.executors.cpu_session import CpuSession

@@ -20,10 +20,11 @@ from torch import fx
 from llmbuild.builder.ir import INPUT_NAMES, Program, raise_unsupported
 from llmbuild.builder.targets.base import CompiledTarget, CompileOptions
 from llmbuild.builder.targets.cpu import native_library
-from llmbuild.builder.targets.cpu.emitter import ONNX_TYPES, Emitter
 from llmbuild.builder.targets.cpu.lower.attention_paged import why_not_paged
-from llmbuild.builder.targets.cpu.lower.table import is_size, rules, why_not
+from llmbuild.builder.targets.cpu.lower.table import rules, why_not
 from llmbuild.builder.targets.cpu.packed import packed
+from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, ONNX_TYPES, Dialect, Emitter
+from llmbuild.builder.targets.onnx_graph.rule import is_size
 from llmbuild.errors import ConfigError
 
 MODEL, LIBRARY, WEIGHTS = "plan/model.onnx", "plan/native.so", "weights/cpu.safetensors"
@@ -98,7 +99,8 @@ def unsupported(graph: fx.Graph, *, native: bool, paged: bool) -> list[tuple[fx.
 def lower(program: Program, options: CompileOptions, *, native: bool, paged: bool) -> Emitter:
     """Lower all nodes in order and return the emitter that holds the graph."""
     table = rules(native=native, paged=paged)
-    e = Emitter(program, options.limits, native=native)
+    domains = (CONTRIB, NATIVE) if native else (CONTRIB,)
+    e = Emitter(program, options.limits, Dialect(23, 10, domains, Path(WEIGHTS).name))
     for node in program.graph.nodes:
         e.scope = node.name
         if node.op == "placeholder" and node.name in INPUT_NAMES:

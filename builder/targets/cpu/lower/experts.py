@@ -21,11 +21,11 @@ from onnx import TensorProto
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, dtype, size
-from llmbuild.builder.targets.cpu.emitter import CONTRIB, NATIVE, Emitter
 from llmbuild.builder.targets.cpu.layouts import Array, Blocks, blocks_of, padded
 from llmbuild.builder.targets.cpu.lower.linear import block_form, external, records, weight_attributes
-from llmbuild.builder.targets.cpu.lower.pointwise import activate
-from llmbuild.builder.targets.cpu.lower.rule import Rule, cast, reshape
+from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, Emitter
+from llmbuild.builder.targets.onnx_graph.pointwise import activate
+from llmbuild.builder.targets.onnx_graph.rule import Rule, cast, reshape
 
 NATIVE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "sigmoid": 4}  # native/activation.h
 

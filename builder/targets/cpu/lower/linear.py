@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, rank, size
-from llmbuild.builder.targets.cpu.emitter import CONTRIB, NATIVE, Emitter
 from llmbuild.builder.targets.cpu.layouts import (
     Array,
     Blocks,
@@ -24,7 +23,8 @@ from llmbuild.builder.targets.cpu.layouts import (
     nbits_values,
     record_bytes,
 )
-from llmbuild.builder.targets.cpu.lower.rule import Rule, onnx_shape, reshape
+from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, Emitter
+from llmbuild.builder.targets.onnx_graph.rule import Rule, onnx_shape, reshape
 from llmbuild.builder.targets.weight_file import Entry
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, rank, size
-from llmbuild.builder.targets.cpu.emitter import CONTRIB, Emitter
-from llmbuild.builder.targets.cpu.lower.rule import Rule
+from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, Emitter
+from llmbuild.builder.targets.onnx_graph.rule import Rule
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, rank, size
-from llmbuild.builder.targets.cpu.emitter import Emitter
-from llmbuild.builder.targets.cpu.lower.rule import Rule, onnx_shape, reshape
+from llmbuild.builder.targets.onnx_graph.emitter import Emitter
+from llmbuild.builder.targets.onnx_graph.rule import Rule, onnx_shape, reshape
 
 
 def rope(e: Emitter, node: fx.Node) -> str:

@@ -8,19 +8,16 @@ import torch
 from torch import fx
 
 from llmbuild.builder.targets.cpu.lower import (
-    assembly,
     attention_dense,
     attention_paged,
     embedding,
     experts,
     linear,
     norms,
-    pointwise,
     rope,
-    router,
-    shapes,
 )
-from llmbuild.builder.targets.cpu.lower.rule import Rule, known_dtype
+from llmbuild.builder.targets.onnx_graph import assembly, pointwise, router, shapes
+from llmbuild.builder.targets.onnx_graph.rule import Rule, unknown_dtype
 
 COMMON: dict[Any, Rule] = {
     **shapes.RULES,
@@ -33,6 +30,7 @@ COMMON: dict[Any, Rule] = {
     **router.RULES,
     **experts.RULES,
 }
+TYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
 ATTENTION = torch.ops.llmbuild.paged_attention.default
 
 
@@ -47,10 +45,7 @@ def why_not(node: fx.Node, table: dict[Any, Rule]) -> str | None:
     rule = table.get(node.target)
     if rule is None:
         return "no rule for this op"
-    return known_dtype(node) or rule.check(node)
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node computes a size, or asserts something about sizes: shapes are known without it."""
-    value = node.meta.get("val")
-    return not isinstance(value, (torch.Tensor, tuple, list))
+    unknown = unknown_dtype(node, TYPES)
+    if unknown is not None:
+        return f"dtype {unknown} has no kernels in onnxruntime on the CPU"
+    return rule.check(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import dtype
-from llmbuild.builder.targets.cpu import ops  # noqa: F401  (registers the ops that the tables name)
-from llmbuild.builder.targets.cpu.emitter import ONNX_TYPES, Emitter, Value
+from llmbuild.builder.targets.onnx_graph.emitter import ONNX_TYPES, Emitter, Value, numpy_dtype
 
 INT64_MAX = torch.iinfo(torch.int64).max
 
@@ -42,7 +41,7 @@ def operand(e: Emitter, value: Any, want: torch.dtype) -> str:
     """Return the ONNX name of a tensor or number argument, in dtype `want` (torch promotes; ONNX does not)."""
     if isinstance(value, fx.Node):
         return cast(e, e.tensor(value), dtype(value), want)
-    return e.constant(value, torch.zeros((), dtype=want).numpy().dtype)
+    return e.constant(value, numpy_dtype(want))
 
 
 def reshape(e: Emitter, name: str, *dims: int) -> str:
@@ -50,11 +49,15 @@ def reshape(e: Emitter, name: str, *dims: int) -> str:
     return e.op("Reshape", name, e.ints(*dims))
 
 
-def known_dtype(node: fx.Node) -> str | None:
-    """Return why a node's dtype cannot be expressed, or None."""
+def unknown_dtype(node: fx.Node, known: Container[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype of a node's value that is not among those `known`, or None."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (tuple, list)) else [value]
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype not in ONNX_TYPES:
-            return f"dtype {tensor.dtype} has no kernels in onnxruntime on the CPU"
-    return None
+    found = (tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return next((dtype for dtype in found if dtype not in known), None)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size, or asserts something about sizes: shapes are known without it."""
+    value = node.meta.get("val")
+    return not isinstance(value, (torch.Tensor, tuple, list))

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, axis, dtype, rank
-from llmbuild.builder.targets.cpu.emitter import Emitter
-from llmbuild.builder.targets.cpu.lower.rule import Rule, operand
+from llmbuild.builder.targets.onnx_graph.emitter import Emitter, numpy_dtype
+from llmbuild.builder.targets.onnx_graph.rule import Rule, operand
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def filled_like(e: Emitter, node: fx.Node) -> str:
         value = arguments(node)[1]
     else:
         value = int(node.target is aten.ones_like.default)
-    fill = np.full(1, value, torch.zeros((), dtype=dtype(node)).numpy().dtype)
+    fill = np.full(1, value, numpy_dtype(dtype(node)))
     return e.op("ConstantOfShape", e.op("Shape", e.tensor(node.args[0])), value=e.attribute_tensor(fill))
 
 

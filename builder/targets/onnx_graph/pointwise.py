@@ -6,13 +6,12 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, axis, dtype, rank, size
-from llmbuild.builder.targets.cpu.emitter import CONTRIB, Emitter
-from llmbuild.builder.targets.cpu.lower.rule import Rule, operand
+from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, Emitter
+from llmbuild.builder.targets.onnx_graph.rule import Rule, operand
 
 aten = torch.ops.aten
 
@@ -56,12 +55,12 @@ def rsqrt(e: Emitter, node: fx.Node) -> str:
 
 def expm1(e: Emitter, node: fx.Node) -> str:
     """e^x - 1. Near 0 this has the absolute error of float32 around 1, not a relative one: ONNX has no better."""
-    return e.op("Sub", unary(e, node, "Exp"), e.constant(1, np.float32))
+    return e.op("Sub", unary(e, node, "Exp"), operand(e, 1, dtype(node)))
 
 
 def log1p(e: Emitter, node: fx.Node) -> str:
     """log(1 + x), with the absolute error of float32 near 0, as `expm1`."""
-    return e.op("Log", e.op("Add", operand(e, node.args[0], dtype(node)), e.constant(1, np.float32)))
+    return e.op("Log", e.op("Add", operand(e, node.args[0], dtype(node)), operand(e, 1, dtype(node))))
 
 
 def square(e: Emitter, node: fx.Node) -> str:
@@ -75,10 +74,15 @@ def power(e: Emitter, node: fx.Node) -> str:
     return e.op("Pow", operand(e, node.args[0], dtype(node)), operand(e, node.args[1], dtype(node)))
 
 
+def silu(e: Emitter, x: str) -> str:
+    """x·sigmoid(x) in one operator: onnxruntime's QuickGelu with a factor of 1, or Swish, which came with opset 24."""
+    return e.op("QuickGelu", x, domain=CONTRIB, alpha=1.0) if e.contrib else e.op("Swish", x)
+
+
 def activate(e: Emitter, x: str, activation: str) -> str:
-    """Append one of `plugins.ops.ACTIVATIONS`. silu is QuickGelu with a factor of 1: one operator, not two."""
+    """Append one of `plugins.ops.ACTIVATIONS`."""
     if activation == "silu":
-        return e.op("QuickGelu", x, domain=CONTRIB, alpha=1.0)
+        return silu(e, x)
     if activation == "gelu":
         return e.op("Gelu", x)
     if activation == "gelu_tanh":
@@ -145,7 +149,7 @@ def standard_deviation(e: Emitter, node: fx.Node) -> str:
     x = operand(e, source, dtype(node))
     distance = e.op("Sub", x, e.op("ReduceMean", x, axes, keepdims=1))
     squares = e.op("ReduceSum", e.op("Mul", distance, distance), axes, keepdims=int(keep))
-    return e.op("Sqrt", e.op("Div", squares, e.constant(count - int(unbiased), np.float32)))
+    return e.op("Sqrt", e.op("Div", squares, operand(e, count - int(unbiased), dtype(node))))
 
 
 def over_channels(node: fx.Node) -> str | None:

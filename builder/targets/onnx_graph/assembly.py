@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, axis, dtype, rank, size
-from llmbuild.builder.targets.cpu.emitter import Emitter
-from llmbuild.builder.targets.cpu.lower.rule import INT64_MAX, Rule, cast
+from llmbuild.builder.targets.onnx_graph.emitter import Emitter, numpy_dtype
+from llmbuild.builder.targets.onnx_graph.rule import INT64_MAX, Rule, cast
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ def new_empty(e: Emitter, node: fx.Node) -> str:
         e.ints(dim) if isinstance(dim, int) else e.op("Gather", of_source, e.ints(size(source).index(dim)))
         for dim in size(node)
     ]
-    zero = torch.zeros(1, dtype=dtype(node)).numpy()
+    zero = np.zeros(1, numpy_dtype(dtype(node)))
     return e.op("ConstantOfShape", e.op("Concat", *dims, axis=0), value=e.attribute_tensor(zero))
 
 

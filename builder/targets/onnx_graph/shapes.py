@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, axis, dtype, rank, size
-from llmbuild.builder.targets.cpu.emitter import Emitter
-from llmbuild.builder.targets.cpu.lower.rule import INT64_MAX, Rule, cast, onnx_shape, reshape
+from llmbuild.builder.targets.onnx_graph.emitter import Emitter
+from llmbuild.builder.targets.onnx_graph.rule import INT64_MAX, Rule, cast, onnx_shape, reshape
 
 aten = torch.ops.aten
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import torch
@@ -15,9 +17,8 @@ from llmbuild.builder.ir import Program
 from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.weight_file import Entry, WeightFile, plain_entry
 
-OPSET = 23
 CONTRIB = "com.microsoft"  # onnxruntime's own fused operators
-NATIVE = "llmbuild.cpu"  # ours, from native/
+NATIVE = "llmbuild.cpu"  # ours, from cpu/native/
 
 ONNX_TYPES = {
     torch.float32: TensorProto.FLOAT,
@@ -25,10 +26,38 @@ ONNX_TYPES = {
     torch.int64: TensorProto.INT64,
     torch.int32: TensorProto.INT32,
     torch.uint8: TensorProto.UINT8,
+    torch.int8: TensorProto.INT8,
     torch.bool: TensorProto.BOOL,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
 }
 
+# Types of a weight's bits where numpy has none for them.
+BIT_TYPES = {"bfloat16": TensorProto.BFLOAT16, "float8_e4m3fn": TensorProto.FLOAT8E4M3FN}
+
 Value = str | tuple[str, ...]  # the ONNX name of an FX node's result, or one per output
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Which operators a graph may hold.
+
+    Args:
+        opset: Version of the standard operators.
+        ir_version: Of the file format.
+        domains: Of other operators: CONTRIB, NATIVE.
+        weights_file: What the graph says its external data lie in. Whoever reads it hands them over by name.
+    """
+
+    opset: int
+    ir_version: int
+    domains: tuple[str, ...]
+    weights_file: str
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return numpy's dtype of the same numbers; ml_dtypes adds bfloat16 to it."""
+    return np.dtype(ml_dtypes.bfloat16) if dtype is torch.bfloat16 else torch.zeros((), dtype=dtype).numpy().dtype
 
 
 class Emitter:
@@ -37,17 +66,17 @@ class Emitter:
     Attributes:
         program: What is being lowered.
         limits: What the engine is built for.
-        native: Whether the graph may use the operators of native/ (a library beside the graph).
+        dialect: Which operators the graph may hold.
         weights: Initializers that live in the weight file.
         values: ONNX name(s) of each FX node lowered so far.
         inputs: Graph inputs in order.
         outputs: Graph outputs in order.
     """
 
-    def __init__(self, program: Program, limits: Limits, *, native: bool) -> None:
+    def __init__(self, program: Program, limits: Limits, dialect: Dialect) -> None:
         self.program = program
         self.limits = limits
-        self.native = native
+        self.dialect = dialect
         self.weights = WeightFile()
         self.values: dict[fx.Node, Value] = {}
         self.inputs: dict[str, onnx.ValueInfoProto] = {}
@@ -58,6 +87,16 @@ class Emitter:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._names: dict[str, int] = {}
         self._shared: dict[tuple[Any, ...], str] = {}
+
+    @property
+    def contrib(self) -> bool:
+        """Whether the graph may use onnxruntime's own operators."""
+        return CONTRIB in self.dialect.domains
+
+    @property
+    def native(self) -> bool:
+        """Whether the graph may use the operators of cpu/native/ (a library beside the graph)."""
+        return NATIVE in self.dialect.domains
 
     # ------------------------------------------------------------------------------------------------ operators
     def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
@@ -132,12 +171,12 @@ class Emitter:
         self.weights.add(name, entry)
         tensor = TensorProto()
         tensor.name = name
-        tensor.data_type = helper.np_dtype_to_tensor_dtype(entry.dtype)
+        tensor.data_type = BIT_TYPES.get(entry.element or "") or helper.np_dtype_to_tensor_dtype(entry.dtype)
         tensor.dims.extend(entry.shape)
-        # The runtime hands onnxruntime the mapped data by name; the location only says that there are none in here.
+        # Whoever reads the graph gets the mapped data by name; the location only says that there are none in here.
         tensor.data_location = TensorProto.EXTERNAL
         location = tensor.external_data.add()
-        location.key, location.value = "location", "cpu.safetensors"
+        location.key, location.value = "location", self.dialect.weights_file
         self._initializers[name] = tensor
         return name
 
@@ -182,10 +221,10 @@ class Emitter:
             list(self.outputs.values()),
             list(self._initializers.values()),
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
-        if self.native:
-            opsets.append(helper.make_opsetid(NATIVE, 1))
-        return helper.make_model(graph, opset_imports=opsets, producer_name="llmbuild", ir_version=10)
+        opsets = [helper.make_opsetid("", self.dialect.opset)]
+        opsets += [helper.make_opsetid(domain, 1) for domain in self.dialect.domains]
+        version = self.dialect.ir_version
+        return helper.make_model(graph, opset_imports=opsets, producer_name="llmbuild", ir_version=version)
 
     def _unique(self, name: str) -> str:
         count = self._names.get(name, 0)
