@@ -13,7 +13,8 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import llmbuild.plugins.ops  # noqa: F401  (registers torch.ops.llmbuild, which the passes match and emit)
+import llmbuild.plugins.ops
+import llmbuild.plugins.scaled_ops  # noqa: F401
 
 Size = tuple[int | sympy.Expr, ...]
 

@@ -110,8 +110,13 @@ class GemmOp(Section):
 
     rows: M. n, k: sizes. batch: i. dtype: of x, weight, bias and out. Strides in elements: x_stride, out_stride from
     row to row; *_batch from one i to the next. weight_layout: "nk", rows of k numbers, or "kn"; weight_stride from row
-    to row of what is stored. kernels: those used instead of the GEMM library, the first that takes so many rows;
-    most_rows rise. Where one of them takes any number, the weight may be in a form that only they read.
+    to row of what is stored.
+
+    number_dtype: of x and weight where it is not `dtype`: 8-bit numbers, of which x[m, k] counts x_scale[m] times and
+    weight[n, k] weight_scale[n] times, float32.
+
+    kernels: those used instead of the GEMM library, the first that takes so many rows; most_rows rise. Where one of
+    them takes any number, the weight, and the scales, may be in a form that only they read.
     """
 
     op: Literal["gemm"] = "gemm"
@@ -131,12 +136,20 @@ class GemmOp(Section):
     weight_batch: Bytes
     out_stride: Count
     out_batch: Bytes
+    number_dtype: DtypeName | None = None
+    x_scale: Place | None = None
+    weight_scale: Place | None = None
     kernels: tuple[SmallGemm, ...] = ()
     when: When = "always"
     label: str = ""
 
     _check = field_validator("rows")(_legal)
     _dtype = field_validator("dtype")(_known)
+
+    @field_validator("number_dtype")
+    @classmethod
+    def _known_numbers(cls, name: str | None) -> str | None:
+        return None if name is None else _known(name)
 
     def kernels_for(self, rows: int) -> tuple[KernelOp, ...] | None:
         """Return the launches that compute so many rows, None for the library."""
@@ -369,7 +382,8 @@ def places_of(op: KernelOp | GemmOp) -> list[Place]:
     """Return every place that an op may touch."""
     found = [a for launch in launches_of(op) for a in launch.arguments if isinstance(a, Place)]
     if isinstance(op, GemmOp):
-        found += [place for place in (op.x, op.weight, op.bias, op.out) if place is not None]
+        places = (op.x, op.weight, op.bias, op.out, op.x_scale, op.weight_scale)
+        found += [place for place in places if place is not None]
     return found
 
 

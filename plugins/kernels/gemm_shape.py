@@ -10,6 +10,7 @@ from llmbuild.plugins.kernels.spec import POINTER_TYPES, Constant, KernelSpec
 
 FLOATS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of each
 FLOAT8 = "float8_e4m3fn"
+INT8 = "int8"
 VECTOR_BYTES = 16  # of one load of a thread
 
 
@@ -18,8 +19,10 @@ class GemmShape:
     """out[m, n] = Σ_k x[m, k] · w[n, k] (+ bias[n]), accumulated in float32.
 
     dtype: of out and bias, and of x and w where nothing else is said.
-    w_dtype: "float8_e4m3fn": w is that, and row n counts w_scale[n] (float32) times.
-    x_dtype: "float8_e4m3fn": x is that too, and row m counts x_scale[m] (float32) times.
+    w_dtype: "float8_e4m3fn": w is that, and row n counts w_scale[n] (float32) times. "int8" likewise, where x is too.
+    x_dtype: as w_dtype: x is that too, and row m counts x_scale[m] (float32) times.
+    block: rows and columns of w that share a scale, which is w_scale[n // rows, k // columns] then; as many columns of
+        x share x_scale[m, k // columns]. Only where x and w are 8-bit numbers; None: one scale a row.
 
     Raises:
         ValueError: A size is not positive, or there is no GEMM of these dtypes.
@@ -31,14 +34,18 @@ class GemmShape:
     bias: bool = False
     w_dtype: str | None = None
     x_dtype: str | None = None
+    block: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if min(self.n, self.k) < 1:
             raise ValueError(f"a size of {self} is not positive")
         if self.dtype not in FLOATS:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(FLOATS)}")
-        if self.w_dtype not in (None, FLOAT8) or self.x_dtype not in (None, self.w_dtype):
+        known = self.w_dtype in (None, FLOAT8) or (self.w_dtype == INT8 and self.x_dtype == INT8)
+        if not known or self.x_dtype not in (None, self.w_dtype):
             raise ValueError(f"no GEMM of {self.x_dtype} rows and {self.w_dtype} weights gives {self.dtype}")
+        if self.block is not None and self.x_dtype is None:
+            raise ValueError(f"blocks of scales, yet rows of {self.dtype}")
 
     @property
     def w_bytes(self) -> int:
@@ -57,8 +64,8 @@ class GemmShape:
     def types(self, sm: int) -> dict[str, str]:
         """Triton types of the arguments; absent ones are left out. SMs before 89 take float8 as its bits."""
         plain = POINTER_TYPES[self.dtype]
-        float8 = POINTER_TYPES[FLOAT8] if sm >= 89 else "*u8"
-        types = {"x": float8 if self.x_dtype else plain, "w": float8 if self.w_dtype else plain, "out": plain}
+        narrow = POINTER_TYPES[INT8] if self.w_dtype == INT8 else POINTER_TYPES[FLOAT8] if sm >= 89 else "*u8"
+        types = {"x": narrow if self.x_dtype else plain, "w": narrow if self.w_dtype else plain, "out": plain}
         types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32") | {"partial": "*fp32"}
         if self.bias:
             types["bias"] = plain

@@ -50,6 +50,8 @@ def tile_gemm(
     SPLITS: tl.constexpr,
     SWAP: tl.constexpr,
     LINES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: (cdiv(N, BLOCK_N), SPLITS). rows <= BLOCK_M. x [rows, K] with x_stride, a multiple of X_ALIGN, w [N, K],
@@ -58,6 +60,8 @@ def tile_gemm(
     SPLITS > 1: writes float32 partial [SPLITS, BLOCK_M, N] and no out; scales and bias are for `sum_partial` then.
     SWAP: the weights are the left operand, whose rows are those of the tensor core's tile.
     LINES: cache lines of each row of w that are asked for before waiting, with PDL.
+    SCALE_ROWS, SCALE_COLUMNS: of w that share a scale, multiples of BLOCK_N and BLOCK_K: w_scale [⌈N / rows⌉, ⌈K /
+    columns⌉], x_scale [rows, ⌈K / columns⌉]. None: one scale a row, applied at the end.
     """
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
@@ -80,10 +84,11 @@ def tile_gemm(
     x_rows = x + (m * (x_stride // X_ALIGN * X_ALIGN))[:, None] + k[None, :]
     w_rows = w + row[:, None] * K + k[None, :]
     live = (m < rows)[:, None]
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     if SWAP:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], SUM if SCALE_COLUMNS is None else tl.float32)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], SUM if SCALE_COLUMNS is None else tl.float32)
     for start in range(begin, end, BLOCK_K):
         if K % BLOCK_K == 0:
             w_tile = tl.load(w_rows + start, eviction_policy="evict_first")
@@ -95,19 +100,28 @@ def tile_gemm(
         if x_tile.dtype == tl.uint8:  # bits of float8, on an SM that does not multiply it
             x_tile = fits(x_tile, tl.float16)
         w_tile = fits(w_tile, x_tile.dtype)
-        if SWAP:
-            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        if SCALE_COLUMNS is not None:
+            factor = block_factor(
+                x_scale, w_scale, m, rows, first // SCALE_ROWS, start // SCALE_COLUMNS, K // SCALE_COLUMNS
+            )
+            if SWAP:
+                acc += tl.dot(w_tile, tl.trans(x_tile), out_dtype=SUM).to(tl.float32) * factor[None, :]
+            else:
+                acc += tl.dot(x_tile, tl.trans(w_tile), out_dtype=SUM).to(tl.float32) * factor[:, None]
+        elif SWAP:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee", out_dtype=SUM)
         else:
-            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee", out_dtype=SUM)
     if SWAP:
         acc = tl.trans(acc)
+    acc = acc.to(tl.float32)
 
     n = first + tl.arange(0, BLOCK_N)
     mask = live & (n < N)[None, :]
     if SPLITS == 1:
-        if w_scale is not None:
+        if w_scale is not None and SCALE_COLUMNS is None:
             acc *= tl.load(w_scale + n, mask=n < N)[None, :]
-        if x_scale is not None:
+        if x_scale is not None and SCALE_COLUMNS is None:
             acc *= tl.load(x_scale + m, mask=m < rows)[:, None]
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N).to(tl.float32)[None, :]
@@ -118,6 +132,13 @@ def tile_gemm(
         )
     else:
         tl.store(partial + (split * BLOCK_M + m[:, None]) * N + n[None, :], acc, mask=mask)
+
+
+@triton.jit
+def block_factor(x_scale, w_scale, m, rows, row_block, column_block, COLUMNS: tl.constexpr):
+    """What the products of a block of the weight count, float32 for each row of x; 0 for rows that are none."""
+    of_x = tl.load(x_scale + m * COLUMNS + column_block, mask=m < rows, other=0.0)
+    return of_x * tl.load(w_scale + row_block * COLUMNS + column_block)
 
 
 @triton.jit(do_not_specialize=["rows", "out_stride"])
@@ -175,6 +196,8 @@ def tile_tiling(shape: GemmShape, sm: int, most_rows: int = 16) -> TileTiling:
     else:  # rows of x weigh as much as those of w
         block_n, step_bytes, programs = 64, 128, 2
     block_k = step_of(shape.k, step_bytes // shape.w_bytes)
+    if shape.block is not None:
+        block_n, block_k = min(block_n, shape.block[0]), min(block_k, shape.block[1])
     tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
     splits = splits_for(tiles, steps, shape.k * shape.w_bytes, most_rows, sm)
     loaded = block_k * (block_n * shape.w_bytes + most_rows * shape.x_bytes)
@@ -188,7 +211,10 @@ def tile_kernel(
     tiling = tiling or tile_tiling(shape, sm, most_rows)
     types = shape.types(sm)
     alone = tiling.splits == 1
-    absent = {"partial"} if alone else {"x_scale", "w_scale", "bias", "out", "out_stride"}  # those the sum takes
+    if shape.block is not None and (shape.block[0] % tiling.block_n or shape.block[1] % tiling.block_k):
+        raise ValueError(f"blocks of {shape.block} are not made of tiles {tiling}")
+    of_sum = {"bias", "out", "out_stride"} | ({"x_scale", "w_scale"} if shape.block is None else set())
+    absent = {"partial"} if alone else of_sum
     constants = shape.constants() | {
         "X_ALIGN": VECTOR_BYTES // shape.x_bytes,
         "OUT_ALIGN": shape.out_align,
@@ -197,6 +223,8 @@ def tile_kernel(
         "BLOCK_K": tiling.block_k,
         "SPLITS": tiling.splits,
         "SWAP": tiling.swap,
+        "SCALE_ROWS": None if shape.block is None else shape.block[0],
+        "SCALE_COLUMNS": None if shape.block is None else shape.block[1],
         "LINES": power_of_2(max(1, tiling.block_k * tiling.num_stages * shape.w_bytes // LINE.value)),
         "PDL": pdl,
     }
@@ -211,7 +239,8 @@ def tile_kernel(
     )
     if alone:
         return SmallKernel(most_rows, (tiles,))
-    sums, workspaces = sum_kernel(shape, types, name=name, block_m=tiling.block_m, splits=tiling.splits, pdl=pdl)
+    taken = {key: types[key] for key in types.keys() & {*of_sum, "partial", "rows"}}
+    sums, workspaces = sum_kernel(shape, taken, name=name, block_m=tiling.block_m, splits=tiling.splits, pdl=pdl)
     return SmallKernel(most_rows, (tiles, sums), workspaces)
 
 

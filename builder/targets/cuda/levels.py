@@ -26,6 +26,7 @@ BARRIERS: dict[Any, tuple[str, tuple[int, ...]]] = {
     aten.matmul.default: ("gemm", (0,)),
     aten.bmm.default: ("batched_gemm", (0,)),
     llmbuild.linear_blockwise.default: ("block_gemm", (0,)),
+    llmbuild.linear_scaled.default: ("scaled_gemm", (0, 2)),
     llmbuild.paged_attention.default: ("attention", (0, 1, 2, *CACHE_SCALES)),
     llmbuild.moe_experts.default: ("experts", (0, 1, 2)),
     llmbuild.moe_experts_blockwise.default: ("block_experts", (0, 1, 2)),
@@ -136,9 +137,10 @@ def dense_strides(shape: Size) -> tuple[int, ...]:
 def reads_in_place(kind: str, view: View) -> bool:
     """Whether a barrier of a kind can read a view as it lies.
 
-    Attention and experts read rows below each other without a gap; a product with a stack of matrices, in any stride.
+    Attention, experts and products of 8-bit numbers read rows below each other without a gap; a product with a stack of
+    matrices, in any stride.
     """
-    if kind in ("attention", "experts", "block_experts"):
+    if kind in ("attention", "experts", "block_experts", "scaled_gemm"):
         return view.offset == 0 and view.strides == dense_strides(view.shape)
     if kind == "batched_gemm":
         return view.shape[-1] == 1 or view.strides[-1] == 1

@@ -2,7 +2,7 @@
 
 partition.py    the graph as barriers and row programs
 lowering.py     each part as ops, with the kernels, weights and workspaces that they need
-  attention_ops.py, gemm_ops.py, experts_ops.py, blockwise_ops.py: one kind of barrier each
+  attention_ops.py, gemm_ops.py, scaled_ops.py, experts_ops.py, blockwise_ops.py: one kind of barrier each
 planner.py      places of the buffers in the arena
 """
 
@@ -26,6 +26,7 @@ from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dty
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
 from llmbuild.builder.targets.cuda.planner import lay_out
 from llmbuild.builder.targets.cuda.sampling_ops import sampling_ops
+from llmbuild.builder.targets.cuda.scaled_ops import scaled_gemm_op
 from llmbuild.builder.targets.cuda.views import NoRule
 from llmbuild.engine.launch_plan import (
     PLAN_VERSION,
@@ -48,6 +49,7 @@ BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
     "batched_gemm": gemm_op,
     "experts": experts_ops,
     "block_gemm": block_gemm_op,
+    "scaled_gemm": scaled_gemm_op,
     "block_experts": block_experts_ops,
     "block_embedding": block_embedding_op,
 }

@@ -108,6 +108,8 @@ class PlanInterpreter:
         down, right = (op.weight_stride, 1) if op.weight_layout == "nk" else (1, op.weight_stride)
         weight = self.tensor(op.weight).as_strided((op.batch, op.n, op.k), (op.weight_batch, down, right))
         result = x.float() @ weight.float().transpose(1, 2)
+        if op.x_scale is not None and op.weight_scale is not None:
+            result = result * self.tensor(op.x_scale)[:rows, None] * self.tensor(op.weight_scale)[: op.n]
         if op.bias is not None:
             result = result + self.tensor(op.bias).float()
         out = self.tensor(op.out).as_strided((op.batch, rows, op.n), (op.out_batch, op.out_stride, 1))

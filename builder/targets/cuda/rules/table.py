@@ -10,7 +10,7 @@ from torch import fx
 
 from llmbuild.builder.passes.edit import arg, is_call
 from llmbuild.builder.targets.cuda import views
-from llmbuild.builder.targets.cuda.rules import assembly, cache, pointwise, reductions, router
+from llmbuild.builder.targets.cuda.rules import assembly, cache, pointwise, quantize, reductions, router
 from llmbuild.builder.targets.cuda.section import Section, Value
 from llmbuild.builder.targets.cuda.views import Indices, NoRule
 
@@ -23,6 +23,7 @@ RULES: dict[Any, pointwise.Rule] = {
 }
 PARTS: dict[Any, Callable[[Section, fx.Node, Indices, int], Value]] = {
     **reductions.PARTS,
+    **quantize.PARTS,
     **router.PARTS,
     **cache.PARTS,
 }
