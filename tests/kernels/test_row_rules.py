@@ -120,6 +120,17 @@ def test_rounding_happens_when_a_value_is_stored_and_not_before() -> None:
     torch.testing.assert_close(simulated(small), (rows * third.float() * 3).bfloat16().float(), rtol=0, atol=0)
 
 
+def test_only_weights_are_read_before_the_kernel_waits_for_those_before_it() -> None:
+    small = small_program(lambda x, p, w: OPS.rms_norm(x, None, 1e-5) * (w + 1), w=WEIGHT)
+    [kernel] = [part.kernel for part in partition(small).parts if isinstance(part, Launch)]
+    early, late = kernel.source.split("tl.extra.cuda.gdc_wait()")
+    assert "tl.load(w_ptr" in early
+    assert "+ 1.0" in early
+    assert early.count("tl.load(") == 1
+    assert "tl.load(input_ids_ptr" in late or "tl.load(logits_indices_ptr" in late
+    assert "tl.store(" not in early
+
+
 def test_wide_rows_are_taken_apart_unless_their_channels_belong_together() -> None:
     wide = random(2500, seed=3)
     grids = {}

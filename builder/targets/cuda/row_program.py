@@ -28,6 +28,12 @@ from llmbuild.builder.targets.cuda.views import Indices, replaced
 CHUNK = 1024  # channels of a program that needs no others of its row
 BLOCK = 1024  # elements of a block of several heads
 HEADER = "import triton\nimport triton.language as tl\n"
+WAIT = (
+    "if PDL:  # the kernel before this one may still run",
+    "    tl.extra.cuda.gdc_wait()",
+    "    tl.extra.cuda.gdc_launch_dependents()",
+)
+WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*")  # a name, but no attribute
 HELPERS = {"float32_to_e4m3": "float8", "float32_to_int8": "int8"}  # that a kernel may call: module of plugins.kernels
 
 Stored = Callable[[fx.Node], Buffer | None]
@@ -75,12 +81,15 @@ class Kernel:
     def __init__(self, outputs: Sequence[Buffer]) -> None:
         self.names = Names()
         self.parameters: dict[str, str] = {}
+        self.weights: set[str] = set()  # parameters whose memory no kernel writes
         for buffer in outputs:
             self.pointer(buffer)
 
     def pointer(self, buffer: Buffer) -> str:
         if buffer.name not in self.parameters:
             self.parameters[buffer.name] = self.names.unique(f"{buffer.name}_ptr")
+            if buffer.rows is None:
+                self.weights.add(self.parameters[buffer.name])
         return self.parameters[buffer.name]
 
 
@@ -97,7 +106,7 @@ def row_program(name: str, rows: str, outputs: Sequence[Output], stored: Stored)
     sections = [Written.of(kernel, space, group, stored) for space, group in groups.items()]
     body, tiles = [], 0
     for section in sections:
-        lines = section.lines(f"tl.program_id(1) - {tiles}" if tiles else "tl.program_id(1)")
+        lines = section.lines(f"tl.program_id(1) - {tiles}" if tiles else "tl.program_id(1)", kernel.weights)
         tiles += section.tiles
         if len(sections) == 1:
             body += lines
@@ -113,9 +122,6 @@ def row_program(name: str, rows: str, outputs: Sequence[Output], stored: Stored)
             "@triton.jit",
             f"def {name}(\n{arguments},\n):",
             *wrapped(f"    # {len(nodes)} nodes: {', '.join(nodes)}"),
-            "    if PDL:  # the kernel before this one may still run",
-            "        tl.extra.cuda.gdc_wait()",
-            "        tl.extra.cuda.gdc_launch_dependents()",
             "    row = tl.program_id(0).to(tl.int64)",
             *(f"    {line}" for line in body),
         ]
@@ -201,9 +207,29 @@ class Written:
         tiles = -(-space.heads // at_once) * chunks
         return Written(section, tiles, prologue, stores, title, max(section.widest, width * at_once))
 
-    def lines(self, tile: str) -> list[str]:
-        """The text, where `tile` is what counts its tiles from 0."""
-        return [self.title, *(line.format(tile=tile) for line in self.prologue), *self.section.lines, *self.stores]
+    def lines(self, tile: str, weights: set[str]) -> list[str]:
+        """The text, where `tile` is what counts its tiles from 0.
+
+        What reads weights alone comes first: the kernel before this one may still run then, and nothing else of it
+        has to wait for memory once.
+        """
+        lines = [*(line.format(tile=tile) for line in self.prologue), *self.section.lines]
+        early, late = taken_apart(lines, weights)
+        return [self.title, *early, *WAIT, *late, *self.stores]
+
+
+def taken_apart(lines: Sequence[str], weights: set[str]) -> tuple[list[str], list[str]]:
+    """Return the assignments that need nothing but weights and the place of the program, and the others, in order."""
+    known = {"tl", "None", "mask", "other", *weights}
+    early, late = [], []
+    for line in lines:
+        target, _, text = line.partition(" = ")
+        if set(WORD.findall(text)) <= known:
+            known.add(target)
+            early.append(line)
+        else:
+            late.append(line)
+    return early, late
 
 
 def head_index(names: Names, tile: str, heads: int, chunks: int, at_once: int) -> tuple[Index, list[str]]:
