@@ -71,7 +71,7 @@ def write_plans(
 
     sms = SMS if options.sm is None else parse_sms(options.sm)
     parts = partition(program)
-    planned = {sm: plan_program(program, options.limits, Hardware(sm), parts) for sm in sms}
+    planned = {sm: plan_program(program, options.limits, Hardware(sm, pdl=sm >= 90), parts) for sm in sms}
     weights: dict[str, WeightExpr] = {}
     for each in planned.values():
         weights.update(each.weights)
