@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,21 +58,35 @@ def dequantize(gguf: Path, folder: Path) -> None:
     source.config.save_pretrained(folder)  # last: a folder with a config is whole
 
 
-def optimized(model: Path, contender: str, calibration: Path) -> Program:
-    """Return the program that a target would get."""
+@lru_cache(maxsize=1)
+def traced(model: Path, dtype: str) -> Program:
     import torch
 
+    from llmbuild.builder.frontend.load import load_program
+
+    return load_program(model, dtype=getattr(torch, dtype))
+
+
+def optimized(model: Path, contender: str) -> Program:
+    """Return the program that a target would get. Recipes that need the same of a calibration share its file."""
+    from llmbuild.builder.accuracy.walk import copy_program
     from llmbuild.builder.build import BuildConfig
     from llmbuild.builder.calibration import Calibration
-    from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.pipeline import optimize
     from llmbuild.quantization.recipes import find_recipe
 
     name = "none" if contender == BFLOAT16 else contender
-    program = load_program(model, dtype=torch.bfloat16 if contender == BFLOAT16 else torch.float32)
-    config = BuildConfig(model=model, output=calibration.with_name("engine"), quant=name, calibration=calibration)
-    optimize(program, find_recipe(name), calibrate=Calibration(config))
+    program = copy_program(traced(model, BFLOAT16 if contender == BFLOAT16 else "float32"))
+    recipe = find_recipe(name)
+    statistics = model.with_name(f"calibration-{type(recipe.linear).__name__}.safetensors")
+    shared = statistics if recipe.calibrated else None
+    config = BuildConfig(model=model, output=model.with_name("engine"), quant=name, calibration=shared)
+    optimize(program, recipe, calibrate=Calibration(config, shown))
     return program
+
+
+def shown(done: int, total: int, label: str) -> None:
+    print(f"  calibration: {done} of {total}", end="\r", file=sys.stderr, flush=True)
 
 
 def windows_of(program: Program, tokens: int) -> tuple[dict[str, str], list[Window]]:
@@ -150,14 +165,14 @@ def run(work: Path, names: list[str], tokens: int) -> None:
     model = work / "model"
     if not (model / "config.json").exists():
         dequantize(gguf, model)
-    plain = optimized(model, "none", work / "calibration.safetensors")
+    plain = optimized(model, "none")
     text, windows = windows_of(plain, tokens)
     reference = reference_logits(plain, windows, work / f"reference-{tokens}.npy")
     for name in names:
         if name in done(work, tokens):
             continue
         begin = time.perf_counter()
-        program = optimized(model, name, work / "calibration.safetensors")
+        program = optimized(model, name)
         figures = measure(program, windows, reference)
         row = emit(
             kind="accuracy",

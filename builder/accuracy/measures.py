@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from llmbuild.builder.accuracy.windows import Step, Window, steps
 from llmbuild.errors import AccuracyError
@@ -21,7 +22,7 @@ from llmbuild.errors import AccuracyError
 Forward = Callable[[Step], npt.NDArray[np.float32]]
 Floats = npt.NDArray[np.float64]
 
-ELEMENTS = 1 << 22  # of float64 logits at a time
+ELEMENTS = 1 << 18  # of float64 logits at a time, which stay in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,22 @@ def log_softmax(logits: npt.NDArray[np.float32], whose: str) -> tuple[Floats, np
         )
     top = values.argmax(axis=1)
     values -= highest
-    values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+    values -= np.log(exponentials(values).sum(axis=1, keepdims=True))
     return values, top
 
 
 def kl_divergence(first: Floats, second: Floats) -> Floats:
     """KL(first ‖ second) of each row of two log softmaxes [R, V]; inf where second rules out what first does not."""
-    probabilities = np.exp(first)
+    probabilities = exponentials(first)
     possible = probabilities > 0  # 0·log 0 is 0
     gap = np.subtract(first, second, where=possible, out=np.zeros_like(first))
     return np.maximum((probabilities * gap).sum(axis=1), 0.0)  # rounding may take it below zero
+
+
+def exponentials(values: Floats) -> Floats:
+    """Like np.exp, which takes several times as long where it has no vector code: on processors without AVX-512."""
+    result: Floats = torch.from_numpy(values).exp().numpy()
+    return result
 
 
 def percentile_99(values: Floats) -> float:
