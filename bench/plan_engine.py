@@ -53,7 +53,7 @@ def write_plan_engine(
             target=sections.target("cuda", compiled),
             precision=sections.precision(dtype, "none", compiled),
             limits=sections.limits(limits),
-            kv_cache=sections.kv_cache(program, dtype, limits),
+            kv_cache=sections.kv_cache(program, dtype, limits, None),
             build=sections.build(Choices("cuda", "none", find_recipe("none")), dtype, limits, sm),
         )
         lap("write")

@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_dtype, resolve_limits
+from llmbuild.builder.options import (
+    BuildConfig,
+    check_build_packages,
+    choose,
+    resolve_cache,
+    resolve_dtype,
+    resolve_limits,
+)
 from llmbuild.builder.report import BuildReport, write_report
 from llmbuild.engine.manifest import REPORT_NAME
 from llmbuild.engine.writer import EngineWriter, check_output
@@ -50,6 +57,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     notes = list(choices.notes)
     target = find_target(choices.target)
     dtype = resolve_dtype(config, target, notes)
+    choices = resolve_cache(config, choices, target, notes)
 
     with phase("trace", seconds):
         program = load_program(
@@ -91,7 +99,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 target=sections.target(target.name, compiled),
                 precision=sections.precision(dtype, choices.quant, compiled),
                 limits=sections.limits(limits),
-                kv_cache=sections.kv_cache(program, dtype, limits),
+                kv_cache=sections.kv_cache(program, dtype, limits, choices.recipe.kv_cache),
                 build=sections.build(choices, dtype, limits, config.sm, statistics.section()),
                 progress=under("write", progress),
             )

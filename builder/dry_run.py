@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmbuild.builder.options import BuildConfig, check_build_packages, choose, resolve_dtype, resolve_limits
+from llmbuild.builder.options import (
+    BuildConfig,
+    check_build_packages,
+    choose,
+    resolve_cache,
+    resolve_dtype,
+    resolve_limits,
+)
 from llmbuild.builder.report import passes_to_list
 from llmbuild.errors import ConfigError
 
@@ -21,7 +28,7 @@ class DryRun:
     Attributes:
         architecture: Class of transformers.
         parameters: Number of weights' elements, tied ones once.
-        kv_bytes: Bytes of the KV cache per token, all layers, in the computation dtype.
+        kv_bytes: Bytes of the KV cache per token, all layers.
         nodes: Graph nodes traced, and after the passes.
         passes: What each pass did: name, count, declined.
         unsupported: What the target cannot lower, one line each; empty when the model converts.
@@ -73,7 +80,7 @@ def dry_run(config: BuildConfig) -> DryRun:
     check_build_packages()
     import torch
 
-    from llmbuild.builder import memory
+    from llmbuild.builder import memory, sections
     from llmbuild.builder.calibration import NothingKnown
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.frontend.no_checkpoint import NoCheckpoint
@@ -83,31 +90,35 @@ def dry_run(config: BuildConfig) -> DryRun:
 
     notes = list(choices.notes)
     target = find_target(choices.target)
-    dtype = getattr(torch, resolve_dtype(config, target, notes))
+    dtype = resolve_dtype(config, target, notes)
+    choices = resolve_cache(config, choices, target, notes)
     program = load_program(
         config.model,
-        dtype=dtype,
+        dtype=getattr(torch, dtype),
         max_seq_len=config.max_seq_len,
         trust_remote_code=config.trust_remote_code,
         ignore_config_keys=config.ignore_config_keys,
         dry=True,
     )
-    resolve_limits(config, program.info, notes)
+    limits = resolve_limits(config, program.info, notes)
     traced = len(program.graph.nodes)
     parameters = sum(math.prod(weight.shape) for weight in program.weights.values() if weight.sources())
-    optimize(program, choices.recipe, calibrate=lambda *_: NothingKnown())
+    checked = not any(NoCheckpoint.notices[0] in rewrite.declined for rewrite in program.rewrites)
+    recipe = choices.recipe
+    if recipe.kv_cache is not None and not checked:  # its scales are not here either
+        recipe = replace(recipe, kv_cache=replace(recipe.kv_cache, stored=False))
+    optimize(program, recipe, calibrate=lambda *_: NothingKnown())
     found = memory.estimate(program)
     memory.check(found, config.memory_limit)
     reasons = [(node, target.supports(node)) for node in program.graph.nodes]
     return DryRun(
         architecture=program.info.architecture,
         parameters=parameters,
-        kv_bytes=sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in program.kv_layers)
-        * dtype.itemsize,
+        kv_bytes=sections.kv_cache(program, dtype, limits, choices.recipe.kv_cache).token_bytes,
         nodes=(traced, len(program.graph.nodes)),
         passes=passes_to_list(program.rewrites),
         unsupported=[f"{n.name} ({n.target}): {reason} [{source_line(n)}]" for n, reason in reasons if reason],
         notes=notes,
-        weights_checked=not any(NoCheckpoint.notices[0] in rewrite.declined for rewrite in program.rewrites),
+        weights_checked=checked,
         memory=found,
     )

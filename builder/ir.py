@@ -102,6 +102,8 @@ class Program:
         kv_layers: KV geometry by layer index.
         tokenizer_files: File name -> bytes for the engine's `tokenizer/` folder.
         rewrites: Log of the passes, in order.
+        cache_scales: By layer, those of the keys and of the values of an fp8 cache, float32 [1]: the checkpoint's, or
+            calibrated; empty where there are none.
     """
 
     graph: fx.Graph
@@ -110,6 +112,7 @@ class Program:
     kv_layers: tuple[LayerKV, ...]
     tokenizer_files: dict[str, bytes] = field(default_factory=dict)
     rewrites: list[Rewrite] = field(default_factory=list)
+    cache_scales: tuple[tuple[WeightExpr, WeightExpr], ...] = ()
 
     def placeholder(self, name: str) -> fx.Node:
         for node in self.graph.nodes:

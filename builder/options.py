@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from llmbuild.units import parse_size
 if TYPE_CHECKING:
     from llmbuild.builder.ir import ModelInfo
     from llmbuild.builder.targets.base import Limits, Target
-    from llmbuild.quantization.recipes import Recipe
+    from llmbuild.quantization.recipes import KvCache, Recipe
 
 # The command line names all targets of the plan; those not in the table of targets yet are refused as such.
 PLANNED_TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
@@ -46,6 +46,7 @@ class BuildConfig:
             ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
         quant_layers: "PATTERN=RECIPE" each: weights whose checkpoint name matches follow that recipe's linears.
+        kv_cache_dtype: "fp8" or "int8"; None or "auto" takes what the checkpoint describes, else the computation dtype.
         calibration: File of statistics for recipes that need calibration: read if it exists, else written. None keeps
             none.
         calibration_text: What is run to calibrate: UTF-8 text, or .jsonl of objects with a text. None: documentation
@@ -78,6 +79,7 @@ class BuildConfig:
     quant: str | None = None
     exclude: tuple[str, ...] = ()
     quant_layers: tuple[str, ...] = ()
+    kv_cache_dtype: str | None = None
     calibration: Path | None = None
     calibration_text: Path | None = None
     calibration_tokens: int | None = None
@@ -159,7 +161,7 @@ class Choices:
 
 
 def choose(config: BuildConfig) -> Choices:
-    """Settle target and recipe, and check names, before anything heavy is imported.
+    """Settle target and recipe, that of the KV cache included, and check names, before anything heavy is imported.
 
     Raises:
         UnsupportedError: The target is of a later version.
@@ -186,7 +188,7 @@ def choose(config: BuildConfig) -> Choices:
     if quant is None:
         quant = "gguf" if is_gguf else "none" if stored_quantization(config.model) is None else "stored"
         notes.append(f"quant {quant}: {KEPT[quant]}")
-    recipe = customized(quant, config.exclude, config.quant_layers)
+    recipe = replace(customized(quant, config.exclude, config.quant_layers), kv_cache=_choose_cache(config, notes))
     _check_calibration(config, recipe, notes)
     if quant == "gguf" and not is_gguf:
         raise ConfigError(
@@ -212,6 +214,48 @@ def check_thresholds(given: Mapping[str, float | None]) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
             allowed = "a number from 0 to 1" if name == "min_top1" else "a number of at least 0"
             raise ConfigError(f"{name} is {value!r}", where=_option(name), hint=f"it must be {allowed}")
+
+
+def _choose_cache(config: BuildConfig, notes: list[str]) -> KvCache | None:
+    from llmbuild.builder.frontend.quantized_config import stored_cache, stored_quantization
+    from llmbuild.quantization.recipes import KV_CACHES, KvCache
+
+    wanted = config.kv_cache_dtype or "auto"
+    if wanted not in ("auto", *KV_CACHES):
+        raise ConfigError(
+            f"unknown KV cache dtype {wanted!r}",
+            where=_option("kv_cache_dtype"),
+            hint=nearest(wanted, ["auto", *KV_CACHES]),
+        )
+    described = None if config.model.suffix == ".gguf" else stored_cache(stored_quantization(config.model))
+    if wanted == "auto" and described is None:
+        return None
+    if wanted == "auto" and described != "fp8":
+        notes.append(f"kv_cache_dtype auto: what is computed in; {described} of the checkpoint is not known")
+        return None
+    dtype = "fp8" if wanted == "auto" else wanted
+    if dtype == "int8":
+        return KvCache("int8")
+    if described == "fp8":
+        notes.append("kv_cache_dtype fp8: with the scales of the checkpoint")
+    return KvCache("fp8", stored=described == "fp8")
+
+
+def resolve_cache(config: BuildConfig, choices: Choices, target: Target, notes: list[str]) -> Choices:
+    """Settle the KV cache once the target is known; adds a note when it cannot store what the checkpoint describes.
+
+    Raises:
+        UnsupportedError: The target does not have the cache that the user asks for.
+    """
+    cache = choices.recipe.kv_cache
+    if cache is None or cache.dtype in target.kv_caches:
+        return choices
+    what = f"the {target.name} target has no {cache.dtype} KV cache"
+    if config.kv_cache_dtype in (None, "auto"):
+        notes.append(f"{what}: the computation dtype is taken")
+        return replace(choices, recipe=replace(choices.recipe, kv_cache=None))
+    has = " or ".join(f"--kv-cache-dtype {each}" for each in (*target.kv_caches, "auto"))
+    raise UnsupportedError(what, where=_option("kv_cache_dtype"), hint=f"use {has}")
 
 
 def _check_calibration(config: BuildConfig, recipe: Recipe, notes: list[str]) -> None:

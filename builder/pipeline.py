@@ -20,6 +20,7 @@ from llmbuild.builder.passes.layer_norm import layer_norm
 from llmbuild.builder.passes.linear_inputs import Calibrate
 from llmbuild.builder.passes.merge_linears import merge_linears
 from llmbuild.builder.passes.one_expert import one_expert
+from llmbuild.builder.passes.quantize_cache import quantize_cache
 from llmbuild.builder.passes.quantize_weights import choose_formats, use_blocks
 from llmbuild.builder.passes.rms_norm import rms_norm
 from llmbuild.builder.passes.rope import rope
@@ -60,6 +61,7 @@ def phases(recipe: Recipe, calibrate: Calibrate | None = None) -> list[tuple[str
         ("merge_linears", merge_linears),
         ("gather_rows", gather_rows),
         ("use_blocks", use_blocks),
+        ("quantize_cache", partial(quantize_cache, recipe=recipe)),
         ("cleanup_last", cleanup),
         ("cse_last", cse),
     ]

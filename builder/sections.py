@@ -20,6 +20,7 @@ from llmbuild.engine.manifest import (
     SourceFile,
     TargetSection,
 )
+from llmbuild.quantization.recipes import KvCache
 
 
 def model(info: ModelInfo) -> ModelSection:
@@ -52,14 +53,15 @@ def limits(limits: Limits) -> LimitsSection:
     )
 
 
-def kv_cache(program: Program, dtype: str, limits: Limits) -> KVCacheSection:
+def kv_cache(program: Program, dtype: str, limits: Limits, cache: KvCache | None) -> KVCacheSection:
+    """Return the section. dtype: what is computed in, which a cache is in unless it is `cache`."""
     layers = [
         LayerKVSection(
             num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, v_head_dim=layer.v_head_dim, window=layer.window
         )
         for layer in program.kv_layers
     ]
-    return KVCacheSection(dtype=dtype, block_size=limits.block_size, layers=layers)
+    return KVCacheSection(dtype=dtype if cache is None else cache.name, block_size=limits.block_size, layers=layers)
 
 
 def build(
@@ -76,6 +78,8 @@ def build(
     }
     if sm is not None:
         options["sm"] = sm
+    if choices.recipe.kv_cache is not None:
+        options["kv_cache_dtype"] = choices.recipe.kv_cache.dtype
     if choices.recipe.exclude:
         options["exclude"] = list(choices.recipe.exclude)
     if choices.recipe.layers:

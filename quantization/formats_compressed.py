@@ -143,8 +143,6 @@ class CompressedTensors:
         rounded = [group for group in groups.values() if group.get("input_activations")]
         if rounded:
             notices.append("activations, which the checkpoint describes as quantized, are computed unrounded")
-        if config.get("kv_cache_scheme"):
-            notices.append("kv_cache_scheme is not used: the cache is in the computation dtype")
         return cls(schemes, tuple(notices))
 
     def layout(self, module: str, parts: Parts) -> Layout | None:

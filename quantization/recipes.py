@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from llmbuild.errors import ConfigError, nearest
 
@@ -110,6 +111,33 @@ Calibrated = Gptq | Awq  # schemes that need statistics of what a linear reads
 Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq
 
 
+KV_CACHES = ("fp8", "int8")
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """A KV cache in 8 bits, whatever the weights are.
+
+    Args:
+        dtype: "fp8": e4m3, with one scale for the keys of a layer and one for its values. "int8": with a scale for each
+            token and head, which is found when it is written.
+        stored: The scales of fp8 are those of the checkpoint; else they are calibrated.
+    """
+
+    dtype: Literal["fp8", "int8"]
+    stored: bool = False
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs statistics of keys and values."""
+        return self.dtype == "fp8" and not self.stored
+
+    @property
+    def name(self) -> str:
+        """What engines call it."""
+        return {"fp8": "float8_e4m3fn", "int8": "int8"}[self.dtype]
+
+
 @dataclass(frozen=True)
 class LayerRule:
     """Weights whose checkpoint name matches `pattern` (`fnmatch`) are stored as `recipe` stores its linears."""
@@ -131,6 +159,7 @@ class Recipe:
         embedding: Embeddings that are not tied.
         exclude: Patterns (`fnmatch`) over checkpoint names whose weights stay plain. They come before `layers`.
         layers: Weights that are stored otherwise. The first rule that matches counts.
+        kv_cache: None for one in the computation dtype.
     """
 
     name: str
@@ -140,10 +169,13 @@ class Recipe:
     embedding: Scheme
     exclude: tuple[str, ...] = ()
     layers: tuple[LayerRule, ...] = ()
+    kv_cache: KvCache | None = None
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs statistics of what linears read."""
+        """Whether it needs statistics of what linears read, or of keys and values."""
+        if self.kv_cache is not None and self.kv_cache.calibrated:
+            return True
         return any(isinstance(scheme, Calibrated) for scheme in (self.linear, *(rule.scheme for rule in self.layers)))
 
     def excludes(self, tensor: str) -> str | None:

@@ -76,6 +76,7 @@ def load_program(
         info=_info(source, fake.model, traced, longest, () if dry else hash_files(source.files)),
         kv_layers=_kv_layers(traced),
         tokenizer_files=source.tokenizer_files,
+        cache_scales=source.cache_scales,
         rewrites=[
             Rewrite("checkpoint tensors ⇒ weights", len(binding.weights), [*source.notices, *binding.notices]),
             Rewrite(
@@ -121,6 +122,7 @@ def open_source(
         notices=tuple(notices),
         quantized=None if form is None else form.label,
         scattered=checkpoint.scattered if isinstance(checkpoint, QuantizedCheckpoint) else (),
+        cache_scales=checkpoint.cache_scales if isinstance(checkpoint, QuantizedCheckpoint) else (),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from llmbuild.builder.frontend.cache_scales import CACHE_SUFFIXES, cache_scales
 from llmbuild.builder.frontend.quantized_weight import QuantizedWeight
 from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoint
 from llmbuild.builder.ir import WeightExpr
@@ -17,6 +18,7 @@ class QuantizedCheckpoint:
 
     Attributes:
         scattered: Names of weights whose groups are not of neighbouring columns: no blocks hold them.
+        cache_scales: By layer, those of keys and values of an fp8 KV cache; empty unless all layers have them.
 
     Raises:
         ModelError: Tensors of a module are missing or contradict each other or the config.
@@ -30,10 +32,13 @@ class QuantizedCheckpoint:
         self._weights: dict[str, WeightExpr] = {}
         modules: dict[str, dict[str, WeightExpr]] = {}
         unused: Counter[str] = Counter()
+        self.cache_scales = cache_scales(stored)
         for name in stored.names():
             module, _, suffix = name.rpartition(".")
             if suffix in format.suffixes:
                 modules.setdefault(module, {})[suffix] = stored.weight(name)
+            elif self.cache_scales and suffix in CACHE_SUFFIXES:
+                continue
             elif suffix in format.unused:
                 unused[f"*.{suffix}, {format.unused[suffix]}"] += 1
             else:

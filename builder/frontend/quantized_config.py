@@ -60,6 +60,22 @@ def stored_quantization(directory: Path) -> dict[str, Any] | None:
     return ours
 
 
+def stored_cache(described: dict[str, Any] | None) -> str | None:
+    """Return what a checkpoint says of its KV cache: "fp8" (e4m3, a scale for keys and one for values), another name
+    for a scheme that is not read, None if it says nothing."""
+    if described is None:
+        return None
+    algo = described.get("kv_cache_quant_algo")
+    if algo is not None:
+        return "fp8" if algo == "FP8" else str(algo)
+    scheme = described.get("kv_cache_scheme")
+    if not scheme:
+        return None
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    known = isinstance(scheme, dict) and all(scheme.get(key, value) == value for key, value in wanted.items())
+    return "fp8" if known else "kv_cache_scheme"
+
+
 def _method(described: dict[str, Any]) -> str | None:
     return described.get("quant_method") or ("modelopt" if "quant_algo" in described else None)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from llmbuild.builder.frontend.checkpoint import Checkpoint
+from llmbuild.builder.ir import WeightExpr
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ModelSource:
         rope_factors: Divisors of the rotary frequencies [D/2] that the config cannot express, or None.
         notices: Facts about the config for the report.
         quantized: Name of the format of a quantized checkpoint, None for others.
+        cache_scales: Of such a checkpoint, `QuantizedCheckpoint.cache_scales`.
         scattered: Weights of such a checkpoint that no blocks hold, `QuantizedCheckpoint.scattered`.
     """
 
@@ -39,3 +41,4 @@ class ModelSource:
     notices: tuple[str, ...] = ()
     quantized: str | None = None
     scattered: tuple[str, ...] = ()
+    cache_scales: tuple[tuple[WeightExpr, WeightExpr], ...] = ()

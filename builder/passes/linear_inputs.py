@@ -25,7 +25,7 @@ class LinearInput:
     Attributes:
         key: Name in a statistics file: that of the first linear's weight in the checkpoint.
         x: The value.
-        linears: Those that read it, in the order of the graph.
+        linears: Those that read it, in the order of the graph; none for what a KV cache stores.
     """
 
     key: str

@@ -20,6 +20,7 @@ from llmbuild.builder.passes.edit import arg, arguments, call, describe, dtype, 
 from llmbuild.builder.passes.fold_weights import new_weight
 from llmbuild.builder.passes.keep_stored import check_stored
 from llmbuild.builder.passes.linear_inputs import Calibrate, Known, known_inputs, linear_inputs
+from llmbuild.builder.passes.quantize_cache import cache_inputs, calibrate_cache
 from llmbuild.builder.passes.scale_inputs import scale_inputs
 from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.errors import ConfigError
@@ -55,7 +56,9 @@ def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None
     choices = {node: choose(program, node, recipe, head, routers) for node in weights}
     calibrated = {node: choice.scheme for node, choice in choices.items() if isinstance(choice.scheme, Calibrated)}
     inputs = linear_inputs(program)
-    known = known_inputs(program, inputs, recipe, calibrated, calibrate)
+    observed = [*inputs, *cache_inputs(program)]
+    known = known_inputs(program, observed, recipe, calibrated, calibrate)
+    calibrate_cache(program, recipe, observed, calibrate)
     schemes = {node: choice.scheme for node, choice in choices.items()}
     log.declined += scale_inputs(program, inputs, schemes, known)
     reasons: dict[str, list[str]] = {}  # reason -> weights it holds for

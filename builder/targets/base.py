@@ -56,10 +56,14 @@ class CompiledTarget:
 
 
 class Target(Protocol):
-    """name: as in the table of targets. dtypes: names of what it can compute in, the default first."""
+    """name: as in the table of targets. dtypes: names of what it can compute in, the default first.
+
+    kv_caches: those of `recipes.KV_CACHES` that it has.
+    """
 
     name: str
     dtypes: tuple[str, ...]
+    kv_caches: tuple[str, ...]
 
     def probe(self) -> str | None:
         """Return None when this target can build here, else the reason and what to install."""

@@ -79,6 +79,14 @@ def convert(
             help="Another recipe for weights whose name matches ('*.layers.0.*=int8-wo'). May be given several times.",
         ),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|fp8|int8",
+            help="KV cache in 8 bits, with any --quant: fp8 with calibrated scales, or int8 with one a token and head. "
+            "auto: what the checkpoint describes, else what is computed in.",
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -160,6 +168,7 @@ def convert(
             quant=quant,
             exclude=tuple(exclude or ()),
             quant_layers=tuple(quant_layer or ()),
+            kv_cache_dtype=kv_cache_dtype,
             calibration=calibration,
             calibration_text=calibration_text,
             calibration_tokens=calibration_tokens,

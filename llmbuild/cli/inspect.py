@@ -66,7 +66,6 @@ def inspect(
 def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
     manifest = engine.manifest
     model, limits, precision, kv = manifest.model, manifest.limits, manifest.precision, manifest.kv_cache
-    kv_bytes = _kv_bytes_per_token(engine)
     facts: list[tuple[str, object]] = [
         ("model", f"{model.name} ({model.architecture}, from {model.source_kind})"),
         ("layers", f"{model.num_layers}, hidden size {model.hidden_size}, vocabulary {model.vocab_size}"),
@@ -78,7 +77,7 @@ def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
         ("batch size", f"at most {limits.max_batch_size} sequences in a step"),
         ("tokens", f"at most {limits.max_num_tokens} in a step"),
         ("sequence", f"at most {limits.max_seq_len} tokens (the model: {model.max_position_embeddings})"),
-        ("KV cache", f"{kv.dtype}, {human_size(kv_bytes)} a token, blocks of {kv.block_size} tokens"),
+        ("KV cache", f"{kv.dtype}, {human_size(kv.token_bytes)} a token, blocks of {kv.block_size} tokens"),
         ("llmbuild", manifest.build.llmbuild_version),
     ]
     print_table(f"Engine {engine.path}", ("", ""), facts)
@@ -100,11 +99,3 @@ def _show(engine: Engine, report: dict[str, Any], unmet: list[str]) -> None:
 
 def _ranges(packages: dict[str, str], separator: str = "") -> str:
     return ", ".join(f"{name}{separator}{text}" for name, text in sorted(packages.items()))
-
-
-def _kv_bytes_per_token(engine: Engine) -> int:
-    from llmbuild.engine.launch_plan import ITEM_BYTES
-
-    kv = engine.manifest.kv_cache
-    values = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in kv.layers)
-    return values * ITEM_BYTES[kv.dtype]

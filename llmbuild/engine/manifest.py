@@ -69,11 +69,25 @@ class LayerKVSection(Section):
 
 
 class KVCacheSection(Section):
-    """dtype: numpy name. block_size: tokens a block. layers: geometry by layer index."""
+    """dtype: numpy name. block_size: tokens a block. layers: geometry by layer index.
+
+    A cache in "int8" has a float32 scale for each token and head beside its numbers; one in "float8_e4m3fn" has two
+    for each layer, which are weights.
+    """
 
     dtype: str
     block_size: Count
     layers: list[LayerKVSection]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in all layers, scales included."""
+        from llmbuild.engine.launch_plan import ITEM_BYTES
+
+        heads = sum(layer.num_kv_heads for layer in self.layers)
+        values = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in self.layers)
+        scales = 2 * heads * ITEM_BYTES["float32"] if self.dtype == "int8" else 0
+        return values * ITEM_BYTES[self.dtype] + scales
 
 
 class PrecisionSection(Section):

@@ -40,6 +40,7 @@ class CpuTarget:
 
     name = "cpu"
     dtypes = ("float32",)
+    kv_caches: tuple[str, ...] = ()
 
     def __init__(self, native: bool | None = None) -> None:
         self.native = native

@@ -34,6 +34,7 @@ class CudaTarget:
 
     name = "cuda"
     dtypes = ("bfloat16", "float16", "float32")
+    kv_caches = ("fp8", "int8")
 
     def probe(self) -> str | None:
         problem = triton_problem()
