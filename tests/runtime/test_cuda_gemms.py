@@ -12,8 +12,9 @@ import pytest
 
 from llmbuild.engine.launch_plan import Limits, Place
 from llmbuild.errors import EngineError, LLMBuildError
+from llmbuild.plugins.kernels.number_formats import float32_to_float8
 from llmbuild.runtime.executors.cuda import gemms as gemms_module
-from llmbuild.runtime.executors.cuda.cublaslt import CublasLt, GemmShape, Matmul, library_files, library_version
+from llmbuild.runtime.executors.cuda.cublaslt import CublasLt, Extras, GemmShape, Matmul, library_files, library_version
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, shape_key
 from llmbuild.runtime.executors.cuda.gemms import Gemms, alignment, open_library, row_bucket
 from support.cuda_engine import gemm, place
@@ -101,6 +102,32 @@ def test_the_product_by_rows_is_the_product_by_columns(case: str, rows: int) -> 
     assert not bench.library.objects, "every descriptor is destroyed"
 
 
+def test_float8_counts_its_scales_and_the_result_is_wider() -> None:
+    """outᵀ = diag(weight scales) · W · xᵀ · diag(x scales), of numbers whose sums are exact."""
+    rows, op = (
+        9,
+        gemm(number_dtype="float8_e4m3fn", x_scale=place("buffer", "x_scale"), weight_scale=place("weight", "w_scale")),
+    )
+    bench = Bench(x=rows * 8, w=5 * 8, out=rows * 5, x_scale=rows, w_scale=5)
+    rng = np.random.default_rng(1)
+    x, w = (rng.integers(-8, 9, (lines, 8)).astype(np.float32) for lines in (rows, 5))
+    for name, values in (("x", x), ("w", w)):
+        bench.device.view(bench.at[name], values.size)[:] = float32_to_float8(values).reshape(-1)
+    for name in ("x_scale", "w_scale"):
+        bench.array(name)[:] = 2.0 ** rng.integers(-3, 4, bench.sizes[name])
+    bench.run(op, rows)
+    expected = (x @ w.T) * bench.array("x_scale")[:, None] * bench.array("w_scale")
+    np.testing.assert_array_equal(bench.array("out").reshape(rows, 5), expected)
+    bench.gemms.close()
+
+
+def test_a_library_without_scales_of_rows_is_refused() -> None:
+    device = FakeDevice()
+    lt = CublasLt(FakeCublasLt(device, version=120800))
+    with pytest.raises(EngineError, match="120800 has no scales for rows of 8-bit floats"):
+        Matmul(lt, shape(number_dtype="float8_e4m3fn"), 9, (0, 0))
+
+
 def shape(**changes: Any) -> GemmShape:
     op = gemm()
     fields = {name: getattr(op, name) for name in GemmShape._fields if hasattr(op, name)}
@@ -122,8 +149,11 @@ def test_the_real_library_takes_every_attribute() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         one = shape(dtype=dtype, has_bias=True, batch=2, x_batch=64, weight_batch=40, out_batch=45)
         matmul = Matmul(lt, one, 9, (0, 0))
-        matmul._set_bias(0x7F00_0000_0100)
+        matmul._set_extras(Extras(bias=0x7F00_0000_0100))
         matmul.close()
+    matmul = Matmul(lt, shape(dtype="bfloat16", number_dtype="float8_e4m3fn"), 9, (0, 0))
+    matmul._set_extras(Extras(x_scale=0x7F00_0000_0100, weight_scale=0x7F00_0000_0200))
+    matmul.close()
     preference = lt.new("MatmulPreference")
     for attribute, value in (
         (1, ctypes.c_uint64(1 << 25)),

@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from llmbuild.plugins.kernels.number_formats import float8_to_float32
 from support.fake_device import FakeDevice
 
 SUCCESS, INVALID_VALUE, NOT_SUPPORTED = 0, 7, 15
 ATTRIBUTE_BYTES = {
-    "MatmulDesc": {3: 4, 4: 4, 7: 4, 8: 8, 26: 4},
+    "MatmulDesc": {3: 4, 4: 4, 7: 4, 8: 8, 17: 8, 18: 8, 25: 1, 26: 4, 31: 4, 32: 4},
     "MatrixLayout": {5: 4, 6: 8},
     "MatmulPreference": {1: 8, 3: 4, 5: 4, 6: 4, 7: 4, 8: 4},
 }
-DTYPES = {0: np.float32, 2: np.float16}
+FLOAT8 = 28
+DTYPES = {0: np.float32, 2: np.float16, FLOAT8: np.uint8}
 
 
 class Function:
@@ -116,7 +118,13 @@ class FakeCublasLt:
             left, right, out = (self._matrix(at, layout) for at, layout in ((a_at, a), (b_at, b), (d_at, d)))
             if told[3]:
                 left = left.transpose(0, 2, 1)
-            made = left.astype(np.float64) @ right.astype(np.float64)
+            made = self._values(a, left) @ self._values(b, right)
+            if told.get(31) == told.get(32) == 3:  # a scale for each row of A and each column of B
+                down, across = (
+                    self.device.view(told[pointer], 4 * count).view(np.float32)
+                    for pointer, count in ((17, out.shape[1]), (18, out.shape[2]))
+                )
+                made = made * down[:, None] * across
             if told.get(7) == 4:
                 bias = self.device.view(told[8], out.shape[1] * out.itemsize).view(out.dtype)
                 made = made + bias[:, None]
@@ -124,6 +132,11 @@ class FakeCublasLt:
 
         self.device._put(work)
         return SUCCESS
+
+    def _values(self, handle: int, matrix: np.ndarray) -> np.ndarray:
+        """Return float64 numbers of a matrix as it lies in memory."""
+        kind, *_ = self.objects[handle]["args"]
+        return (float8_to_float32(matrix) if kind == FLOAT8 else matrix).astype(np.float64)
 
     def _matrix(self, address: int, handle: int) -> np.ndarray:
         """Return [batch, rows, cols] over the fake GPU's memory."""

@@ -17,13 +17,18 @@ from llmbuild.errors import EngineError, LLMBuildError
 
 # cublasLt.h and library_types.h
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
+NUMBERS = {"float8_e4m3fn": 28}  # CUDA_R_8F_E4M3
 COMPUTE_32F = 68  # float32 throughout: no TF32
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, BIAS_TYPE = 3, 4, 7, 8, 26
 EPILOGUE_BIAS = 4
+A_SCALE_POINTER, B_SCALE_POINTER, A_SCALE_MODE, B_SCALE_MODE, FAST_ACCUM = 17, 18, 31, 32, 25
+SCALE_OF_ROWS = 3  # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F: one for each row of A and each column of B
+SCALES_VERSION = 120900  # of the library, the first that has them
 BATCH_COUNT, BATCH_OFFSET = 5, 6
 MAX_WORKSPACE, REDUCTION_MASK, ALIGN_A, ALIGN_B, ALIGN_C, ALIGN_D = 1, 3, 5, 6, 7, 8
 REDUCE_IN_FLOAT32 = 2  # partial sums of split K meet in the compute type, never in that of the output
 ALGO_BYTES = 64
+NEWER_LIBRARY = "install nvidia-cublas of CUDA 12.9 or newer"
 
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
 _int, _int64, _uint64 = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
@@ -65,6 +70,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 class GemmShape(NamedTuple):
     """All of a GEMM but its rows and addresses; strides in elements, as in `GemmOp`.
 
+    number_dtype: of x and weight where it is not `dtype`: 8-bit floats, with a float32 scale for each row of either.
     align_*: bytes that divide the addresses of weight (a), x (b) and out (d), at most 256.
     """
 
@@ -83,6 +89,15 @@ class GemmShape(NamedTuple):
     align_a: int
     align_b: int
     align_d: int
+    number_dtype: str | None = None
+
+
+class Extras(NamedTuple):
+    """Addresses that some shapes have, 0 elsewhere: of the bias [N], and of the scales of x [M] and of weight [N]."""
+
+    bias: int = 0
+    x_scale: int = 0
+    weight_scale: int = 0
 
 
 class Matrix(NamedTuple):
@@ -169,12 +184,17 @@ class Matmul:
         workspace: (address, bytes) on the GPU.
 
     Raises:
-        LLMBuildError: The library refuses the shape, or computes no such dtype.
+        LLMBuildError: The library refuses the shape, computes no such dtype, or is too old for it.
     """
 
     def __init__(self, lt: CublasLt, shape: GemmShape, rows: int, workspace: tuple[int, int]) -> None:
-        if shape.dtype not in TYPES:
-            raise LLMBuildError(f"cuBLASLt computes no GEMM of {shape.dtype} here", where=str(shape))
+        if shape.dtype not in TYPES or shape.number_dtype not in (None, *NUMBERS):
+            numbers = shape.number_dtype or shape.dtype
+            raise LLMBuildError(f"cuBLASLt computes no GEMM of {numbers} into {shape.dtype} here", where=str(shape))
+        if shape.number_dtype is not None and lt.version < SCALES_VERSION:
+            raise EngineError(
+                f"the installed cuBLASLt {lt.version} has no scales for rows of 8-bit floats", hint=NEWER_LIBRARY
+            )
         self._lt = lt
         self._shape = shape
         self._workspace = workspace
@@ -182,18 +202,27 @@ class Matmul:
         self.algo: Any = None
         told = operands(shape, rows)
         kind = TYPES[shape.dtype]
+        numbers = kind if shape.number_dtype is None else NUMBERS[shape.number_dtype]
         self._desc = lt.new("MatmulDesc", COMPUTE_32F, TYPES["float32"])
         lt.set("MatmulDesc", self._desc, TRANSA, ctypes.c_int32(int(told.transpose_a)))
         lt.set("MatmulDesc", self._desc, TRANSB, ctypes.c_int32(0))
         if shape.has_bias:
             lt.set("MatmulDesc", self._desc, EPILOGUE, ctypes.c_uint32(EPILOGUE_BIAS))
             lt.set("MatmulDesc", self._desc, BIAS_TYPE, ctypes.c_int32(kind))
-        self._layouts = [self._layout(kind, matrix, shape.batch) for matrix in (told.a, told.b, told.d)]
+        if shape.number_dtype is not None:
+            for mode in (A_SCALE_MODE, B_SCALE_MODE):
+                lt.set("MatmulDesc", self._desc, mode, ctypes.c_int32(SCALE_OF_ROWS))
+            # Sums stay in the tensor cores' own precision over all of K: docs/decisions/0006-fp8-products.md.
+            lt.set("MatmulDesc", self._desc, FAST_ACCUM, ctypes.c_int8(1))
+        self._layouts = [
+            self._layout(each, matrix, shape.batch)
+            for each, matrix in ((numbers, told.a), (numbers, told.b), (kind, told.d))
+        ]
 
-    def heuristics(self, count: int, bias: int) -> list[bytes]:
-        """Return up to `count` algorithms, the library's favourite first. bias: an address like those to come."""
+    def heuristics(self, count: int, extras: Extras) -> list[bytes]:
+        """Return up to `count` algorithms, the library's favourite first. extras: addresses like those to come."""
         lt, shape = self._lt, self._shape
-        self._set_bias(bias)
+        self._set_extras(extras)
         preference = lt.new("MatmulPreference")
         try:
             for attribute, value in (
@@ -216,9 +245,9 @@ class Matmul:
             lt.delete("MatmulPreference", preference)
         return [bytes(each.algo) for each in found[: number.value] if each.state == 0]
 
-    def accepts(self, algo: bytes, bias: int) -> bool:
+    def accepts(self, algo: bytes, extras: Extras) -> bool:
         """Whether an algorithm computes this here: the library knows it, and the workspace does."""
-        self._set_bias(bias)
+        self._set_extras(extras)
         result, a_copy = Heuristic(), Algo.from_buffer_copy(algo)
         a, b, d = self._layouts
         try:
@@ -233,10 +262,10 @@ class Matmul:
     def choose(self, algo: bytes) -> None:
         self.algo = Algo.from_buffer_copy(algo)
 
-    def run(self, x: int, weight: int, bias: int, out: int, stream: Any) -> None:
-        """Put the GEMM into the stream: addresses on the GPU; bias 0 where the shape has none."""
+    def run(self, x: int, weight: int, out: int, extras: Extras, stream: Any) -> None:
+        """Put the GEMM into the stream: addresses on the GPU."""
         lt = self._lt
-        self._set_bias(bias)
+        self._set_extras(extras)
         a, b, d = self._layouts
         lt.call(
             "cublasLtMatmul",
@@ -257,9 +286,12 @@ class Matmul:
             self._lt.set("MatrixLayout", layout, BATCH_OFFSET, _int64(matrix.offset))
         return layout
 
-    def _set_bias(self, bias: int) -> None:
+    def _set_extras(self, extras: Extras) -> None:
         if self._shape.has_bias:
-            self._lt.set("MatmulDesc", self._desc, BIAS_POINTER, _pointer(bias))
+            self._lt.set("MatmulDesc", self._desc, BIAS_POINTER, _pointer(extras.bias))
+        if self._shape.number_dtype is not None:
+            self._lt.set("MatmulDesc", self._desc, A_SCALE_POINTER, _pointer(extras.weight_scale))
+            self._lt.set("MatmulDesc", self._desc, B_SCALE_POINTER, _pointer(extras.x_scale))
 
 
 def library_version(library: Any) -> int:

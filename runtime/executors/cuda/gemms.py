@@ -15,7 +15,7 @@ from llmbuild.engine.launch_plan import GemmOp, Limits, Place
 from llmbuild.errors import EngineError, LLMBuildError
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
 from llmbuild.runtime.executors.cuda.checks import version_text
-from llmbuild.runtime.executors.cuda.cublaslt import CublasLt, GemmShape, Matmul, find_library, library_version
+from llmbuild.runtime.executors.cuda.cublaslt import CublasLt, Extras, GemmShape, Matmul, find_library, library_version
 from llmbuild.runtime.executors.cuda.driver import Device
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, shape_key
 
@@ -27,13 +27,13 @@ MOST_READY = 1024  # shapes with numbers of rows whose descriptors are kept
 
 
 class BoundGemm(NamedTuple):
-    """A GEMM and its memory. shape: number of its shape. bias: 0 for none. most_rows: at the plan's limits."""
+    """A GEMM and its memory. shape: number of its shape. most_rows: at the plan's limits."""
 
     shape: int
     x: int
     weight: int
-    bias: int
     out: int
+    extras: Extras
     most_rows: int
 
 
@@ -87,7 +87,8 @@ class Gemms:
 
     def add(self, op: GemmOp, address: Callable[[Place], int]) -> BoundGemm:
         x, weight, out = address(op.x), address(op.weight), address(op.out)
-        bias = address(op.bias) if op.bias is not None else 0
+        optional = (op.bias, op.x_scale, op.weight_scale)
+        extras = Extras(*(0 if place is None else address(place) for place in optional))
         shape = GemmShape(
             n=op.n,
             k=op.k,
@@ -104,12 +105,13 @@ class Gemms:
             align_a=alignment(weight),
             align_b=alignment(x),
             align_d=alignment(out),
+            number_dtype=op.number_dtype,
         )
         if shape not in self._shapes:
             self._shapes.append(shape)
             self._bound.append([])
         index = self._shapes.index(shape)
-        gemm = BoundGemm(index, x, weight, bias, out, evaluate(op.rows, self._sizes))
+        gemm = BoundGemm(index, x, weight, out, extras, evaluate(op.rows, self._sizes))
         self._bound[index].append(gemm)
         return gemm
 
@@ -125,7 +127,7 @@ class Gemms:
             return
         matmul = Matmul(self._lt, self._shapes[gemm.shape], rows, self._workspace)
         algo = self._algorithm(gemm, rows, stream)
-        if not matmul.accepts(algo, gemm.bias):
+        if not matmul.accepts(algo, gemm.extras):
             algo = self._favourites(matmul, gemm, 1)[0]
         matmul.choose(algo)
         self._ready[key] = matmul
@@ -133,7 +135,7 @@ class Gemms:
             self._ready.popitem(last=False)[1].close()
 
     def run(self, gemm: BoundGemm, rows: int, stream: Any) -> None:
-        self._ready[gemm.shape, rows].run(gemm.x, gemm.weight, gemm.bias, gemm.out, stream)
+        self._ready[gemm.shape, rows].run(gemm.x, gemm.weight, gemm.out, gemm.extras, stream)
 
     def save(self) -> None:
         """Remember the choices for the next process."""
@@ -155,7 +157,7 @@ class Gemms:
             matmul = Matmul(self._lt, shape, bucket, self._workspace)
             try:
                 known = self._memory.get(shape_key(shape, bucket))
-                if known is None or not matmul.accepts(known, gemm.bias):
+                if known is None or not matmul.accepts(known, gemm.extras):
                     known = self._choose(matmul, gemm, stream)
                     if self._tune:
                         self._memory.put(shape_key(shape, bucket), known)
@@ -173,7 +175,7 @@ class Gemms:
         return found[times.index(min(times))]
 
     def _favourites(self, matmul: Matmul, gemm: BoundGemm, count: int) -> list[bytes]:
-        found = matmul.heuristics(count, gemm.bias)
+        found = matmul.heuristics(count, gemm.extras)
         if not found:
             shape = self._shapes[gemm.shape]
             raise LLMBuildError(f"cuBLASLt has no algorithm for {shape_key(shape, matmul.rows)}", where="cuBLASLt")
@@ -190,7 +192,7 @@ class Gemms:
         def calls(count: int) -> None:
             for number in range(count):
                 each = gemms[number % len(gemms)]
-                matmul.run(each.x, each.weight, each.bias, each.out, stream)
+                matmul.run(each.x, each.weight, each.out, each.extras, stream)
 
         try:
             calls(1)  # loads the code: not while capturing
