@@ -12,8 +12,9 @@ import torch
 from onnx import TensorProto, helper
 
 from llmbuild.builder.targets.cpu import native_library
-from llmbuild.builder.targets.cpu.layouts import Blocks, native_records
+from llmbuild.builder.targets.cpu.layouts import native_records
 from llmbuild.builder.targets.cpu.lower.linear import weight_attributes
+from llmbuild.builder.targets.onnx_graph.blocks import Blocks
 from llmbuild.builder.targets.onnx_graph.emitter import NATIVE
 from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState

@@ -16,7 +16,7 @@ from llmbuild.builder.frontend.safetensors_file import StoredTensor
 from llmbuild.builder.ir import BlockPart, Cast, Concat, Constant, Item, Map, Stack, items
 from llmbuild.builder.targets import weight_file
 from llmbuild.builder.targets.cpu import layouts
-from llmbuild.builder.targets.cpu.layouts import whole_tiles
+from llmbuild.builder.targets.onnx_graph.blocks import whole_tiles
 from llmbuild.errors import ModelError
 from llmbuild.quantization.expressions import Dequantized, Quantized
 from llmbuild.quantization.recipes import PerGroup, WeightOnly

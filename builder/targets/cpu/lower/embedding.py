@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, dtype, rank, size
-from llmbuild.builder.targets.cpu.layouts import Blocks, NBits, blocks_of, dequantized
+from llmbuild.builder.targets.cpu.layouts import NBits
 from llmbuild.builder.targets.cpu.lower.linear import (
     block_form,
     external,
@@ -18,6 +18,7 @@ from llmbuild.builder.targets.cpu.lower.linear import (
     records,
     weight_attributes,
 )
+from llmbuild.builder.targets.onnx_graph.blocks import Blocks, blocks_of, dequantized
 from llmbuild.builder.targets.onnx_graph.emitter import NATIVE, Emitter
 from llmbuild.builder.targets.onnx_graph.rule import Rule, cast, onnx_shape, reshape
 

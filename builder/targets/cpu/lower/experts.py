@@ -21,8 +21,8 @@ from onnx import TensorProto
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, dtype, size
-from llmbuild.builder.targets.cpu.layouts import Array, Blocks, blocks_of, padded
 from llmbuild.builder.targets.cpu.lower.linear import block_form, external, records, weight_attributes
+from llmbuild.builder.targets.onnx_graph.blocks import Array, Blocks, blocks_of, padded
 from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, Emitter
 from llmbuild.builder.targets.onnx_graph.pointwise import activate
 from llmbuild.builder.targets.onnx_graph.rule import Rule, cast, reshape

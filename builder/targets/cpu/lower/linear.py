@@ -11,11 +11,7 @@ from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, rank, size
 from llmbuild.builder.targets.cpu.layouts import (
-    Array,
-    Blocks,
     NBits,
-    blocks_of,
-    dequantized,
     half_scales,
     native_block,
     native_records,
@@ -23,6 +19,7 @@ from llmbuild.builder.targets.cpu.layouts import (
     nbits_values,
     record_bytes,
 )
+from llmbuild.builder.targets.onnx_graph.blocks import Array, Blocks, blocks_of, dequantized
 from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, Emitter
 from llmbuild.builder.targets.onnx_graph.rule import Rule, onnx_shape, reshape
 from llmbuild.builder.targets.weight_file import Entry

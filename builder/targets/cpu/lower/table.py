@@ -14,9 +14,8 @@ from llmbuild.builder.targets.cpu.lower import (
     experts,
     linear,
     norms,
-    rope,
 )
-from llmbuild.builder.targets.onnx_graph import assembly, pointwise, router, shapes
+from llmbuild.builder.targets.onnx_graph import assembly, pointwise, rope, router, shapes
 from llmbuild.builder.targets.onnx_graph.rule import Rule, unknown_dtype
 
 COMMON: dict[Any, Rule] = {
