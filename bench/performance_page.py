@@ -188,53 +188,94 @@ def attention_section(records: list[Record]) -> list[str]:
 
 
 def serving_section(records: list[Record]) -> list[str]:
-    """Decode, first token, throughput and start of one engine on one GPU."""
-    lines = ["## Serving on an H200: the shape of Llama-3.1-8B, bfloat16", "", environment_line(records), ""]
-    start = next(row for row in records if row["kind"] == "start")
+    """Decode, first token, throughput and start of one engine on one GPU, and of peers that ran beside it."""
+    lines = ["## Serving on an H200: the shape of Llama-3.1-8B", "", environment_line(records), ""]
     limit = weights_read("llama-3.1-8b") / READ_SPEED * 1e3
     lines += [
         "Random weights, greedy, prompts of random ids (`python bench/plan_engine.py`, `python bench/h200.py`),",
-        "through the scheduler and the overlapped loop, as `LLM` runs it. *early launches*: all kernels compiled with",
-        "programmatic dependent launch. No peer ran in this run. From opening the engine to ready, graphs captured and",
-        f"GEMM algorithms timed, random weights made on the GPU: {start['seconds']:.1f} s.",
+        "through the scheduler and the overlapped loop, as `LLM` runs it; all in one run, one after the other.",
+        "*All there*: from the step in which every sequence has its first token to the end, for one token of each.",
+        "*Client*: (time of all tokens − time of the first) / (tokens − 1); what TurboMind reports is only that.",
         "",
-        f"At batch 1 the weights alone, read at {READ_SPEED / 1e12:.1f} TB/s, take {limit:.2f} ms.",
+        f"At batch 1 the bfloat16 weights alone, read at {READ_SPEED / 1e12:.1f} TB/s, take {limit:.2f} ms.",
+        "",
+        "![Milliseconds a step against batch](plots/decode.svg)",
         "",
     ]
-    rows = [row for row in records if row["kind"] == "decode"]
-    lines += ["![Milliseconds a step against batch](plots/decode.svg)", ""]
+
+    def of(kind: str) -> list[Record]:
+        return [row for row in records if row["kind"] == kind]
+
+    def number(value: float | None, text: str) -> str:
+        return "" if value is None else format(value, text)
+
     lines += markdown_table(
-        ["decode", "batch", "ms a step", "(median)", "output tokens/s", "weights' time / step"],
+        ["decode", "", "batch", "ms a step, all there", "client", "median", "output tokens/s"],
         [
             [
+                row["peer"],
                 row["tag"],
                 row["B"],
                 f"{row['ms_per_step']:.2f}",
-                f"{row['ms_median']:.2f}",
-                f"{row['out_tok_s']:,.0f}",
-                f"{limit / row['ms_per_step']:.0%}",
+                number(row.get("ms_diff"), ".2f"),
+                number(row["ms_median"], ".2f"),
+                f"{row['B'] / row['ms_per_step'] * 1e3:,.0f}",
             ]
-            for row in rows
+            for row in sorted(of("decode"), key=lambda row: (row["B"], row["tag"]))
         ],
     )
     lines += [""]
     lines += markdown_table(
-        ["first token", "prompt", "ms (median)", "(best)"],
+        ["first token", "", "prompt", "ms (median)", "(best)"],
         [
-            [row["tag"], f"{row['isl']:,}", f"{row['ms_median']:.1f}", f"{row['ms_min']:.1f}"]
-            for row in records
-            if row["kind"] == "ttft"
+            [row["peer"], row["tag"], f"{row['isl']:,}", f"{row['ms_median']:.1f}", f"{row['ms_min']:.1f}"]
+            for row in sorted(of("ttft"), key=lambda row: (row["isl"], row["tag"]))
         ],
     )
     lines += [""]
-    return lines + markdown_table(
-        ["requests at once", "prompt", "new tokens", "seconds", "output tokens/s"],
+    lines += markdown_table(
+        ["requests at once", "", "", "prompt", "new tokens", "seconds", "output tokens/s"],
         [
-            [row["B"], f"{row['isl']:,}", row["osl"], f"{row['seconds']:.2f}", f"{row['out_tok_s']:,.0f}"]
-            for row in records
-            if row["kind"] == "throughput"
+            [
+                row["B"],
+                row["peer"],
+                row["tag"],
+                f"{row['isl']:,}",
+                row["osl"],
+                f"{row['seconds']:.2f}",
+                f"{row['out_tok_s']:,.0f}",
+            ]
+            for row in sorted(of("throughput"), key=lambda row: (-row["isl"], row["tag"]))
         ],
     )
+    lines += [
+        "",
+        "From opening the engine to ready, GEMM algorithms timed and graphs captured, weights made on the GPU:",
+    ]
+    return [*lines, "", *markdown_table(["start", "", "s"], [[r["peer"], r["tag"], r["seconds"]] for r in of("start")])]
+
+
+def profile_section(records: list[Record]) -> list[str]:
+    """Where steps spend their time, op by op."""
+    lines = ["## Where a step spends its time on an H200", "", environment_line(records), ""]
+    lines += [
+        "The engine of the section above (`python bench/gpu_profile.py`). Microseconds from the end of the kernel",
+        "before to an op's own end, summed over a step; the least that the card needs for its bytes (at 4.4 TB/s, each",
+        "once) or, where longer, for its multiplications. A `product` is N x K; `rows_*` are row programs. Kernels that start early share time with those before them.",
+        "",
+    ]
+    found = [record for record in records if record["kind"] == "profile"]
+    for step, tokens, tag in dict.fromkeys((row["step"], row["tokens"], row["tag"]) for row in found):
+        rows = [row for row in found if (row["step"], row["tokens"], row["tag"]) == (step, tokens, tag)]
+        whole = rows[-1]
+        about = f"{step}, {tag}, {tokens:,} tokens, {whole['context']:,} of context"
+        shown = [row for row in rows[:-1] if row["us"] >= 0.005 * whole["us"]]
+        rest = sum(row["us"] for row in rows[:-1] if row not in shown)
+        cells = [[row["op"], row["count"], f"{row['us']:,.0f}", f"{row['limit_us']:,.0f}"] for row in shown]
+        cells += [["all others", "", f"{rest:,.0f}", ""]] if rest else []
+        cells += [["**whole step**", whole["count"], f"{whole['us']:,.0f}", f"{whole['limit_us']:,.0f}"]]
+        lines += [*markdown_table([about, "times", "us", "least"], cells), ""]
+    return lines[:-1]
 
 
 def weights_read(shape: str) -> int:
@@ -308,6 +349,7 @@ SECTIONS = {
     "h200": serving_section,
     "h200-attention": attention_section,
     "h200-gemm": gemm_section,
+    "h200-profile": profile_section,
     "h200-sampling": sampling_section,
 }
 
@@ -317,7 +359,7 @@ def decode_plot(records: list[Record]) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in records:
         if row["kind"] == "decode":
-            series.setdefault(row["tag"], []).append((row["B"], row["ms_per_step"]))
+            series.setdefault(f"{row['peer']}, {row['tag']}", []).append((row["B"], row["ms_per_step"]))
     bytes_read = weights_read("llama-3.1-8b")
     batches = sorted({x for points in series.values() for x, _ in points})
     series["weights and arithmetic"] = [
