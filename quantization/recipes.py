@@ -26,6 +26,16 @@ class PerChannel:
 
 
 @dataclass(frozen=True)
+class PerToken:
+    """One scale for each token's activations, found when they come."""
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the activations of all tokens, from calibration."""
+
+
+@dataclass(frozen=True)
 class Plain:
     """Store in the computation dtype; a weight that the checkpoint holds in blocks is dequantized."""
 
@@ -106,9 +116,52 @@ class Awq:
         return f"{self.rounding}, AWQ"
 
 
-NeedsGram = Gptq | Awq
-Calibrated = Gptq | Awq  # schemes that need statistics of what a linear reads
-Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq
+@dataclass(frozen=True)
+class Int8:
+    """Products of 8-bit integers: weights rounded to nearest, one scale a row, and activations with one a token."""
+
+    @property
+    def rounding(self) -> WeightOnly:
+        """How weights are rounded; where activations cannot be, that is all."""
+        return WeightOnly(8, PerChannel())
+
+    @property
+    def activations(self) -> PerToken:
+        return PerToken()
+
+    def __str__(self) -> str:
+        return "int8 per channel, activations int8 per token"
+
+
+@dataclass(frozen=True)
+class SmoothQuant:
+    """Like `Int8`, but channels of large inputs are held smaller, and their weights larger (`quantization.smooth`).
+
+    Args:
+        steps: The exponents that are tried are 0, 1 / steps, .. 1.
+    """
+
+    activations: PerToken | PerTensor = PerToken()
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"SmoothQuant tries exponents in at least 1 step, not {self.steps}")
+
+    @property
+    def rounding(self) -> WeightOnly:
+        """As `Int8.rounding`."""
+        return WeightOnly(8, PerChannel())
+
+    def __str__(self) -> str:
+        shared = "token" if isinstance(self.activations, PerToken) else "tensor"
+        return f"int8 per channel, activations int8 per {shared}, SmoothQuant"
+
+
+NeedsGram = Gptq
+Calibrated = Gptq | Awq | SmoothQuant  # schemes that need statistics of what a linear reads
+Int8Products = Int8 | SmoothQuant
+Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq | Int8 | SmoothQuant
 
 
 KV_CACHES = ("fp8", "int8")
@@ -216,6 +269,14 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe("int4-awq", f"{AWQ}, lm_head {INT8}", AWQ, INT8, Plain()),
         Recipe("int4-gptq", f"{GPTQ}, lm_head {INT8}", GPTQ, INT8, Plain()),
+        *(
+            Recipe(name, f"{scheme}, lm_head {INT8}", scheme, INT8, Plain())
+            for name, scheme in (
+                ("int8", Int8()),
+                ("int8-sq", SmoothQuant()),
+                ("int8-sq-static", SmoothQuant(PerTensor())),
+            )
+        ),
     )
 }
 

@@ -1,10 +1,10 @@
 """Store weights as the recipe says: first choose, then, after linears are merged, use block-quantized ops.
 
 `choose_formats` wraps weight expressions (`Quantized`, `Compensated`, `Dequantized`) or leaves stored blocks as they
-are, and has the model calibrated where the recipe asks for it. It runs before `merge_linears`, which then merges only
-what is stored alike. `use_blocks` turns every linear and embedding whose weight is in blocks into `linear_blockwise`
-and `embedding_blockwise`. A tied embedding and lm_head read one weight placeholder, hence the same blocks: one tensor
-in the engine.
+are, has the model calibrated where the recipe asks for it, and rounds what linears of integers read. It runs before
+`merge_linears`, which then merges only what is stored alike. `use_blocks` turns every linear and embedding whose weight
+is in blocks into `linear_blockwise` and `embedding_blockwise`. A tied embedding and lm_head read one weight
+placeholder, hence the same blocks: one tensor in the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 from llmbuild.builder.ir import BlockPart, Cast, Program, Rewrite, Stack, WeightExpr
 from llmbuild.builder.passes.edit import arg, arguments, call, describe, dtype, is_call, replace
 from llmbuild.builder.passes.fold_weights import new_weight
+from llmbuild.builder.passes.int8_products import round_inputs, use_int8
 from llmbuild.builder.passes.keep_stored import check_stored
 from llmbuild.builder.passes.linear_inputs import Calibrate, Known, known_inputs, linear_inputs
 from llmbuild.builder.passes.quantize_cache import cache_inputs, calibrate_cache
@@ -26,7 +27,17 @@ from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.compensated import Compensated
 from llmbuild.quantization.expressions import Dequantized, Quantized
-from llmbuild.quantization.recipes import Awq, Calibrated, Gptq, KeepStored, Plain, Recipe, Scheme, WeightOnly
+from llmbuild.quantization.recipes import (
+    Awq,
+    Calibrated,
+    Gptq,
+    Int8Products,
+    KeepStored,
+    Plain,
+    Recipe,
+    Scheme,
+    WeightOnly,
+)
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
@@ -60,10 +71,14 @@ def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None
     known = known_inputs(program, observed, recipe, calibrated, calibrate)
     calibrate_cache(program, recipe, observed, calibrate)
     schemes = {node: choice.scheme for node, choice in choices.items()}
-    log.declined += scale_inputs(program, inputs, schemes, known)
+    scaled = scale_inputs(program, inputs, schemes, known)
+    log.declined += scaled.declined
+    rounded = round_inputs(program, inputs, schemes, known, scaled.searches)
     reasons: dict[str, list[str]] = {}  # reason -> weights it holds for
     for node, choice in choices.items():
         reason = store(program, node, choice, known.get(node))
+        if isinstance(choice.scheme, Int8Products) and node not in rounded:
+            reason = "weights alone are in 8 bits: it is not the weight of one linear alone, whose inputs are rounded"
         if reason is not None:
             reasons.setdefault(reason, []).append(node.name)
         log.count += program.weights[node.name].block_format is not None
@@ -112,8 +127,8 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
         if pattern is not None:
             scheme, reason = Plain(), f"{tensor} is excluded by {pattern!r}"
     stored = expr.block_format
-    if isinstance(scheme, WeightOnly | Calibrated) and stored is not None:
-        bits = (scheme.rounding if isinstance(scheme, Calibrated) else scheme).bits
+    if isinstance(scheme, WeightOnly | Calibrated | Int8Products) and stored is not None:
+        bits = (scheme if isinstance(scheme, WeightOnly) else scheme.rounding).bits
         if stored.bits <= bits:
             kept = f"kept in {stored.bits} bits as stored ({stored.source}); rounding again to {bits} gains nothing"
             return Choice(KeepStored(), kept)
@@ -130,10 +145,10 @@ def store(program: Program, node: fx.Node, choice: Choice, known: Known | None) 
     expr, scheme = program.weights[node.name], choice.scheme
     if isinstance(scheme, WeightOnly):
         program.weights[node.name] = quantized(expr, scheme)
-    elif isinstance(scheme, Calibrated) and known is None:
+    elif isinstance(scheme, Gptq | Awq) and known is None:
         program.weights[node.name] = quantized(expr, scheme.rounding)
         return "rounded to nearest: it is not the weight of one linear alone, whose inputs were observed"
-    elif isinstance(scheme, Awq):  # scaled before, where that could be done
+    elif isinstance(scheme, Awq | Int8Products):  # scaled before, where that could be done
         blocks = quantized(expr, scheme.rounding)
         program.weights[node.name] = blocks if expr.dtype == dtype(node) else Cast(blocks, dtype(node))
     elif isinstance(scheme, Gptq) and known is not None:
@@ -215,8 +230,11 @@ def lm_head(program: Program) -> fx.Node | None:
 
 
 def use_blocks(program: Program) -> Rewrite:
-    """`linear(x, W, b) => linear_blockwise(x, q, scale, offset, b)`, and the same for embeddings and experts."""
-    log = Rewrite("use_blocks", use_expert_blocks(program))
+    """`linear(x, W, b) => linear_blockwise(x, q, scale, offset, b)`, and the same for embeddings and experts.
+
+    Linears whose inputs are rounded become products of integers.
+    """
+    log = Rewrite("use_blocks", use_int8(program) + use_expert_blocks(program))
     for node in [node for node in program.graph.nodes if program.weight_of(node) is not None]:
         form = program.weights[node.name].block_format
         if form is None or not node.users:
