@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import llmbuild.plugins.round_rows
 from llmbuild.builder.passes.edit import arg, arguments, axis, is_tensor, plain_size, rank, size, tensor_operands
 
 aten = torch.ops.aten
@@ -177,5 +178,6 @@ RULES: dict[Any, Rule] = {
     llmbuild.rope.default: rotated,
     llmbuild.gated_activation.default: two,
     llmbuild.linear_blockwise.default: first,
+    llmbuild.round_rows.default: first,
     llmbuild.embedding_blockwise.default: looked_up(0),
 }

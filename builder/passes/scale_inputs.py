@@ -1,4 +1,6 @@
-"""`linear(f(h), W) => linear(f'(h), W·diag(s))` with f' = diag(s)⁻¹·f, for all linears that read one value (AWQ).
+"""`linear(f(h), W) => linear(f'(h), W·diag(s))` with f' = diag(s)⁻¹·f, for all linears that read one value.
+
+AWQ and SmoothQuant choose s (`quantization.scaled`).
 
 Exact, and no node is added: s⁻¹ goes into the weight, and the bias, of a norm; or, where the value is a gate times
 `linear(h, U)`, into the rows of U. Where neither is so, the value is left as it is, with a reason.
@@ -7,7 +9,9 @@ Exact, and no node is added: s⁻¹ goes into the weight, and the bias, of a nor
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,11 +19,22 @@ from torch import fx
 from llmbuild.builder.ir import Program, source_line
 from llmbuild.builder.passes.edit import arg, arguments, describe, is_call
 from llmbuild.builder.passes.linear_inputs import Known, LinearInput
-from llmbuild.quantization.awq import Scaled, ScaleSearch
-from llmbuild.quantization.recipes import Awq, Scheme
+from llmbuild.quantization.awq import AwqSearch
+from llmbuild.quantization.recipes import Awq, Scheme, SmoothQuant
+from llmbuild.quantization.scaled import Scaled, ScaleSearch
+from llmbuild.quantization.smooth import SmoothSearch
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
+SEARCHES: dict[type, Callable[..., ScaleSearch]] = {Awq: AwqSearch, SmoothQuant: SmoothSearch}
+
+
+@dataclass
+class ScaledInputs:
+    """searches: of the inputs that are scaled, by key. declined: why others are left as they are, one line each."""
+
+    searches: dict[str, ScaleSearch] = field(default_factory=dict)
+    declined: list[str] = field(default_factory=list)
 
 
 def scale_inputs(
@@ -27,32 +42,34 @@ def scale_inputs(
     inputs: list[LinearInput],
     schemes: Mapping[fx.Node, Scheme],
     known: Mapping[fx.Node, Known],
-) -> list[str]:
-    """Scale what linears of an `Awq` scheme read; return why values were left as they are, one line each.
+) -> ScaledInputs:
+    """Scale what linears of an `Awq` or `SmoothQuant` scheme read.
 
     Args:
         schemes: Of all weights.
         known: Statistics by weight.
     """
-    declined = []
+    found = ScaledInputs()
     for each in inputs:
         weights = [arg(node, 1) for node in each.linears]
         chosen = {schemes[weight] for weight in weights}
-        scheme = next((one for one in chosen if isinstance(one, Awq)), None)
+        scheme: Any = next((one for one in chosen if type(one) in SEARCHES), None)
         if scheme is None:
             continue
         makers = makers_of(program, each, weights)
         if len(chosen) > 1:
             makers = f"its linears follow different recipes: {', '.join(sorted(map(str, chosen)))}"
         if isinstance(makers, str):
-            declined.append(f"{each.x.name}: not scaled, {makers} [{source_line(each.linears[0])}]")
+            found.declined.append(f"{each.x.name}: not scaled, {makers} [{source_line(each.linears[0])}]")
             continue
-        scales = ScaleSearch(tuple(program.weights[weight.name] for weight in weights), scheme, *known[weights[0]])
+        sources = tuple(program.weights[weight.name] for weight in weights)
+        scales = SEARCHES[type(scheme)](sources, scheme, *known[weights[0]])
+        found.searches[each.key] = scales
         for weight in weights:
             program.weights[weight.name] = Scaled(program.weights[weight.name], scales, columns=True)
         for maker in makers:
             program.weights[maker.name] = Scaled(program.weights[maker.name], scales, columns=False)
-    return declined
+    return found
 
 
 def makers_of(program: Program, each: LinearInput, weights: list[fx.Node]) -> list[fx.Node] | str:

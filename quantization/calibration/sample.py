@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 128
+ROWS = 256
 HASHED = 256  # channels: rows that agree in so many are taken for the same
 
 

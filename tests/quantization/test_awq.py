@@ -17,10 +17,11 @@ from llmbuild.builder.passes.linear_inputs import Known, linear_inputs
 from llmbuild.builder.passes.quantize_weights import choose_formats
 from llmbuild.builder.passes.scale_inputs import scale_inputs
 from llmbuild.builder.pipeline import optimize
-from llmbuild.errors import ConfigError
+from llmbuild.errors import ConfigError, ModelError
 from llmbuild.plugins.attention_reference import PagedState
-from llmbuild.quantization.awq import Scaled, ScaleSearch, candidates, lost, search
+from llmbuild.quantization.awq import AwqSearch, candidates, lost
 from llmbuild.quantization.recipes import Awq, PerChannel, PerGroup, Plain, Recipe, WeightOnly, customized, find_recipe
+from llmbuild.quantization.scaled import Scaled, SomeRows, some_rows
 from support.calibrated import before_formats, gathered
 from support.packed_driver import Request, drive
 from support.small_programs import count, random, result, small_program
@@ -30,16 +31,34 @@ SCHEMES = [Awq(WeightOnly(4, PerGroup(16))), Awq(WeightOnly(3, PerChannel(), sym
 PROMPT = np.random.default_rng(1).integers(3, 250, 20).tolist()
 
 
+class KnownRows:
+    """Statistics of an input of which all rows are known."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def gram(self, key: str) -> torch.Tensor:
+        raise AssertionError("no search needs the Gram matrix")
+
+    def mean(self, key: str) -> torch.Tensor:
+        return self.x.abs().double().mean(0)
+
+    def absmax(self, key: str) -> torch.Tensor:
+        return self.x.abs().amax(0)
+
+    def sample(self, key: str) -> torch.Tensor:
+        return self.x
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(SCHEMES), st.floats(0, 3))
 def test_never_worse_than_rounding_to_nearest(seed: int, scheme: Awq, spread: float) -> None:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(30, 40, generator=draw) * (spread * torch.randn(40, generator=draw)).exp()
     weights = [torch.randn(rows, 40, generator=draw) for rows in (8, 3)]
-    gram, mean = x.T @ x, x.abs().double().mean(0)
-    scales = search(iter([("a", 0, weights[0]), ("b", 0, weights[1])]), scheme, gram, mean)
+    scales = AwqSearch(tuple(map(Named, weights)), scheme, KnownRows(x), "x").scales
     assert bool((scales > 0).all()) and bool(torch.isfinite(scales).all())
-    losses = [sum(lost(w, s, scheme, gram, name="w") for w in weights) for s in (scales, torch.ones(40))]
+    losses = [sum(lost(w, s, scheme, x) for w in weights) for s in (scales, torch.ones(40))]
     assert losses[0] <= losses[1]
 
 
@@ -48,10 +67,24 @@ def test_salient_channels_are_held_finer() -> None:
     size = torch.ones(64)
     size[5] = 50
     x, weight, scheme = random(200, 64) * size, random(32, 64, seed=1), Awq(WeightOnly(3, PerGroup(64)))
-    gram = x.T @ x
-    scales = search(iter([("w", 0, weight)]), scheme, gram, x.abs().double().mean(0))
+    scales = AwqSearch((Named(weight),), scheme, KnownRows(x), "x").scales
     assert float(scales.argmax()) == 5
-    assert lost(weight, scales, scheme, gram, name="w") < 0.5 * lost(weight, torch.ones(64), scheme, gram, name="w")
+    assert lost(weight, scales, scheme, x) < 0.5 * lost(weight, torch.ones(64), scheme, x)
+
+
+def test_rows_that_are_tried_are_spread_over_all_weights_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbuild.quantization.scaled.PIECE", 5 * 16)  # pieces of five rows
+    weights = torch.arange(37.0)[:, None] * torch.ones(16)
+    found = some_rows((Named(weights[:24]), Named(-weights[24:])), most=10)
+    assert isinstance(found, SomeRows) and found.absmax.tolist() == [36.0] * 16
+    assert found.rows[:, 0].abs().tolist() == list(range(0, 37, 4))
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name_and_place() -> None:
+    weight = W1.clone()
+    weight[20, 3] = float("nan")
+    with pytest.raises(ModelError, match=r"holds nan(.|\n)*row 20, column 3"):
+        some_rows((Named(W1), Named(weight)))
 
 
 def test_candidates_begin_with_ones_and_end_with_the_mean() -> None:
@@ -84,9 +117,8 @@ def scaled(program: Program, scheme: Awq = Awq(WeightOnly(3, PerGroup(16)))) -> 
     inputs = linear_inputs(program)
     weights = [arg(node, 1) for each in inputs for node in each.linears]
     statistics = Known16()
-    return scale_inputs(
-        program, inputs, dict.fromkeys(weights, scheme), {weight: Known(statistics, "x") for weight in weights}
-    )
+    known = {weight: Known(statistics, "x") for weight in weights}
+    return scale_inputs(program, inputs, dict.fromkeys(weights, scheme), known).declined
 
 
 class Named(Constant):
@@ -169,7 +201,7 @@ def test_what_cannot_be_scaled_exactly_is_left_with_a_reason(body, weights, reas
 
 
 def test_pieces_are_the_rows_of_the_whole() -> None:
-    search_of = ScaleSearch((Named(W1),), SCHEMES[0], Known16(), "x")
+    search_of = AwqSearch((Named(W1),), SCHEMES[0], Known16(), "x")
     columns = Scaled(Named(W1), search_of, columns=True)
     assert torch.cat(list(columns.pieces(16 * 5))).equal(columns.load()) and columns.load().dtype == torch.float32
     rows = Scaled(Named(SQUARE.bfloat16()), search_of, columns=False)
