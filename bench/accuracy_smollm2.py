@@ -1,11 +1,12 @@
 """How far each recipe moves SmolLM2-135M-Instruct: KL, top-1 agreement and perplexity on documentation strings.
 
-    python bench/accuracy_smollm2.py WORK [--recipes int8-wo,int4-awq] [--tokens 51200] [--save]
+    python bench/accuracy_smollm2.py WORK [--recipes int8-wo,int4-awq] [--tokens 51200] [--device cuda] [--save]
 
 The reference is the GGUF's weights, dequantized and computed in float32. WORK keeps the dequantized model, the
 reference's logits (10 GB for 51,200 tokens), the calibration and one JSON line a recipe, so that a run goes on where it
 stopped: a recipe that has its line is skipped. `--save` writes the lines there are to bench/results/. The oracle
-computes every recipe in float32, but for "bfloat16", which is the unquantized model in that dtype.
+computes every recipe in float32, but for "bfloat16", which is the unquantized model in that dtype. On a GPU, which
+takes seconds where two cores take ten minutes, the reference is computed anew with each recipe.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 if TYPE_CHECKING:
     import numpy as np
 
-    from llmbuild.builder.accuracy.windows import Window
+    from llmbuild.builder.accuracy.windows import Step, Window
     from llmbuild.builder.ir import Program
 
 PACKAGES = ("llmbuild", "torch", "transformers", "tokenizers", "numpy")
@@ -107,12 +108,11 @@ def windows_of(program: Program, tokens: int) -> tuple[dict[str, str], list[Wind
     return text_to_dict(text), windows
 
 
-def reference_logits(program: Program, windows: list[Window], path: Path) -> np.ndarray:
+def kept_logits(program: Program, windows: list[Window], path: Path) -> np.ndarray:
     """Return the float32 logits [tokens, V] of all windows, computed once and kept in a file."""
     import numpy as np
 
     from llmbuild.builder.accuracy.walk import Runner
-    from llmbuild.builder.accuracy.windows import BLOCK_SIZE, steps
 
     rows = sum(map(len, windows))
     if not path.exists():
@@ -120,8 +120,7 @@ def reference_logits(program: Program, windows: list[Window], path: Path) -> np.
         partial = path.with_suffix(".partial")
         made = np.lib.format.open_memmap(partial, "w+", np.float32, (rows, program.info.vocab_size))
         for window in windows:
-            [(step, _)] = steps(window, chunk=len(window), block_size=BLOCK_SIZE)
-            made[place : place + len(window)] = runner.forward(step)
+            made[place : place + len(window)] = runner.forward(whole(window)[0])
             place += len(window)
             print(f"reference: {place} of {rows}", file=sys.stderr, flush=True)
         made.flush()
@@ -132,19 +131,29 @@ def reference_logits(program: Program, windows: list[Window], path: Path) -> np.
     return found
 
 
-def measure(program: Program, windows: list[Window], reference: np.ndarray) -> dict[str, Any]:
+def whole(window: Window) -> tuple[Step, np.ndarray]:
+    """Return the one step that runs a window, and the ids that follow."""
+    from llmbuild.builder.accuracy.windows import BLOCK_SIZE, steps
+
+    [found] = steps(window, chunk=len(window), block_size=BLOCK_SIZE)
+    return found
+
+
+def measure(plain: Program, program: Program, windows: list[Window], kept: Path, device: str) -> dict[str, Any]:
     """Run one contender over all windows; return its `Figures` as they are."""
     from llmbuild.builder.accuracy.measures import Comparison
     from llmbuild.builder.accuracy.walk import Runner
-    from llmbuild.builder.accuracy.windows import BLOCK_SIZE, steps
 
-    runner, comparison, place = Runner(program, hold=True), Comparison(), 0
+    rows = None if device == "cuda" else kept_logits(plain, windows, kept)
+    exact = Runner(plain, hold=True, device=device)
+    runner, comparison, place = Runner(program, hold=True, device=device), Comparison(), 0
     for window in windows:
-        [(step, targets)] = steps(window, chunk=len(window), block_size=BLOCK_SIZE)
-        comparison.add(reference[place : place + len(window)], runner.forward(step), targets)
+        step, targets = whole(window)
+        reference = exact.logits(step) if rows is None else rows[place : place + len(window)]
+        comparison.add(reference, runner.logits(step), targets)
         place += len(window)
         if place % 2048 < len(window):
-            print(f"  {place} of {len(reference)}", file=sys.stderr, flush=True)
+            print(f"  {place} tokens", file=sys.stderr, flush=True)
     figures = comparison.figures()
     return {**asdict(figures), "ppl_increase": figures.ppl_increase}
 
@@ -156,7 +165,7 @@ def weight_bytes(program: Program) -> int:
     return least_weight_bytes(program)
 
 
-def run(work: Path, names: list[str], tokens: int) -> None:
+def run(work: Path, names: list[str], tokens: int, device: str) -> None:
     from conftest import find_smollm2
 
     gguf = find_smollm2()
@@ -167,13 +176,12 @@ def run(work: Path, names: list[str], tokens: int) -> None:
         dequantize(gguf, model)
     plain = optimized(model, "none")
     text, windows = windows_of(plain, tokens)
-    reference = reference_logits(plain, windows, work / f"reference-{tokens}.npy")
     for name in names:
         if name in done(work, tokens):
             continue
         begin = time.perf_counter()
         program = optimized(model, name)
-        figures = measure(program, windows, reference)
+        figures = measure(plain, program, windows, work / f"reference-{tokens}.npy", device)
         row = emit(
             kind="accuracy",
             recipe=name,
@@ -181,6 +189,7 @@ def run(work: Path, names: list[str], tokens: int) -> None:
             text=text,
             bytes=weight_bytes(program),
             commit=commit(),
+            device=device,
             seconds=round(time.perf_counter() - begin, 1),
             **figures,
         )
@@ -201,6 +210,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--recipes", help="comma-separated; left out: all")
     parser.add_argument("--tokens", type=int, default=51_200)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--save", action="store_true", help="write bench/results/DATE-accuracy.jsonl")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -210,12 +220,17 @@ def main() -> None:
     if unknown:
         sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
     arguments.work.mkdir(parents=True, exist_ok=True)
-    run(arguments.work, names, arguments.tokens)
+    run(arguments.work, names, arguments.tokens, arguments.device)
     found = done(arguments.work, arguments.tokens)
     rows = [found[name] for name in known if name in found]
     table("accuracy", rows, ["recipe", "kl_mean", "top1", "candidate_ppl", "ppl_increase", "bytes", "seconds"])
     if arguments.save:
-        print(f"\nwritten to {write_results('accuracy', [environment(PACKAGES), *rows]).name}")
+        about = environment(PACKAGES)
+        if arguments.device == "cuda":
+            import torch
+
+            about["gpu"] = torch.cuda.get_device_name()
+        print(f"\nwritten to {write_results('accuracy', [about, *rows]).name}")
 
 
 if __name__ == "__main__":

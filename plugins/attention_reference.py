@@ -78,7 +78,7 @@ class PagedState:
 
     def slots(self, row: int) -> Tensor:
         """Return the slots of all positions of a sequence."""
-        positions = torch.arange(self.seq_lens[row])
+        positions = torch.arange(self.seq_lens[row], device=self.block_tables.device)
         return self.block_tables[row][positions // self.block_size] * self.block_size + positions % self.block_size
 
 

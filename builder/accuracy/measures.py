@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from llmbuild.builder.accuracy.windows import Step, Window, steps
 from llmbuild.errors import AccuracyError
 
 Forward = Callable[[Step], npt.NDArray[np.float32]]
+Logits = npt.NDArray[np.float32] | Tensor  # float32 [rows, V]; a tensor lies on any device
 Floats = npt.NDArray[np.float64]
 
-ELEMENTS = 1 << 18  # of float64 logits at a time, which stay in a processor's cache
+# Of float64 logits at a time: few stay in a processor's cache, many keep a GPU busy.
+ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -61,24 +64,24 @@ class Comparison:
     reference_nll: list[Floats] = field(default_factory=list)
     candidate_nll: list[Floats] = field(default_factory=list)
 
-    def add(self, reference: npt.NDArray[np.float32], candidate: npt.NDArray[np.float32], targets: np.ndarray) -> None:
+    def add(self, reference: Logits, candidate: Logits, targets: np.ndarray) -> None:
         """Add rows of both, float32 [R, V]; `targets` are the next tokens of the first rows, at most R.
 
         Raises:
             AccuracyError: Logits are NaN or +inf, or a row holds nothing but -inf.
         """
         assert reference.shape == candidate.shape and len(targets) <= len(reference)
-        at_once = max(1, ELEMENTS // reference.shape[1])
-        for begin in range(0, len(reference), at_once):
+        expected, given = torch.as_tensor(reference), torch.as_tensor(candidate)
+        at_once = max(1, ELEMENTS[expected.device.type] // expected.shape[1])
+        for begin in range(0, len(expected), at_once):
             rows = slice(begin, begin + at_once)
-            first, first_top = log_softmax(reference[rows], "the reference's")
-            second, second_top = log_softmax(candidate[rows], "the measured model's")
-            self.kl.append(kl_divergence(first, second))
+            first, first_top = log_softmax(expected[rows], "the reference's")
+            second, second_top = log_softmax(given[rows], "the measured model's")
+            self.kl.append(kl_divergence(first, second).cpu().numpy())
             self.agree += int((first_top == second_top).sum())
-            wanted = targets[rows]
-            place = np.arange(len(wanted))
-            self.reference_nll.append(-first[place, wanted])
-            self.candidate_nll.append(-second[place, wanted])
+            wanted = torch.as_tensor(targets[rows], dtype=torch.int64, device=first.device)[:, None]
+            for found, of in ((self.reference_nll, first), (self.candidate_nll, second)):
+                found.append(-of[: len(wanted)].gather(1, wanted)[:, 0].cpu().numpy())
 
     def figures(self) -> Figures:
         """Return the figures of all rows added; there must be one with a target."""
@@ -98,36 +101,25 @@ class Comparison:
         )
 
 
-def log_softmax(logits: npt.NDArray[np.float32], whose: str) -> tuple[Floats, np.ndarray]:
+def log_softmax(logits: Tensor, whose: str) -> tuple[Tensor, Tensor]:
     """Return log softmax, float64 [R, V], and the first index of each row's largest logit, [R].
 
     A logit of -inf is a token that cannot follow. Raises AccuracyError for a row without a distribution.
     """
-    values = logits.astype(np.float64)
-    highest = values.max(axis=1, keepdims=True)  # NaN if one is
-    if not np.isfinite(highest).all():
+    values = logits.double()
+    highest = values.amax(1, keepdim=True)  # NaN if one is
+    if not bool(highest.isfinite().all()):
         raise AccuracyError(
-            f"{whose} logits are no distribution: a row's largest is {float(highest[~np.isfinite(highest)][0])}",
+            f"{whose} logits are no distribution: a row's largest is {float(highest[~highest.isfinite()][0])}",
             hint="a weight or a scale is broken, or the computation overflows: choose another --quant or --dtype",
         )
-    top = values.argmax(axis=1)
-    values -= highest
-    values -= np.log(exponentials(values).sum(axis=1, keepdims=True))
-    return values, top
+    return values.log_softmax(1), values.argmax(1)
 
 
-def kl_divergence(first: Floats, second: Floats) -> Floats:
+def kl_divergence(first: Tensor, second: Tensor) -> Tensor:
     """KL(first ‖ second) of each row of two log softmaxes [R, V]; inf where second rules out what first does not."""
-    probabilities = exponentials(first)
-    possible = probabilities > 0  # 0·log 0 is 0
-    gap = np.subtract(first, second, where=possible, out=np.zeros_like(first))
-    return np.maximum((probabilities * gap).sum(axis=1), 0.0)  # rounding may take it below zero
-
-
-def exponentials(values: Floats) -> Floats:
-    """Like np.exp, which takes several times as long where it has no vector code: on processors without AVX-512."""
-    result: Floats = torch.from_numpy(values).exp().numpy()
-    return result
+    gap = (first - second).masked_fill_(first.isneginf(), 0.0)  # 0·log 0 is 0
+    return gap.mul_(first.exp()).sum(1).clamp_(min=0.0)  # rounding may take it below zero
 
 
 def percentile_99(values: Floats) -> float:

@@ -22,17 +22,18 @@ class Weights:
     Args:
         program: Whose weights.
         hold: Keep what was loaded. Else a weight lives until nothing more reads it in the walk.
+        device: Where they go to.
     """
 
-    def __init__(self, program: Program, *, hold: bool) -> None:
+    def __init__(self, program: Program, *, hold: bool, device: torch.device) -> None:
         self._expressions = dict(program.weights)
-        self._hold = hold
+        self._hold, self._device = hold, device
         self._held: dict[str, Tensor] = {}
 
     def load(self, name: str) -> Tensor:
         if name in self._held:
             return self._held[name]
-        value = self._expressions[name].load()
+        value = self._expressions[name].load().to(self._device)
         if self._hold:
             self._held[name] = value
         return value
@@ -44,11 +45,13 @@ class Runner:
     Args:
         program: At any stage, but from now on unchanged.
         hold: As in `Weights`.
+        device: Where it runs.
     """
 
-    def __init__(self, program: Program, *, hold: bool) -> None:
+    def __init__(self, program: Program, *, hold: bool, device: str = "cpu") -> None:
         self.program = program
-        self.weights = Weights(program, hold=hold)
+        self.device = torch.device(device)
+        self.weights = Weights(program, hold=hold, device=self.device)
         self._last_use = last_uses(program.graph)
         self._state = self.new_state()
 
@@ -59,9 +62,17 @@ class Runner:
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         """Return float32 logits [L, V]. Steps of a window come in order; a new window overwrites the one before."""
+        return self.logits(step).cpu().numpy()
+
+    def logits(self, step: Step) -> Tensor:
+        """Return what `forward` does, as a tensor on the runner's device."""
         walk = Walk(self, step, self._state, {})
         assert walk.next() is None
-        return walk.logits.float().numpy()
+        return walk.logits.float()
+
+    def array(self, values: np.ndarray) -> Tensor:
+        """Return an array as a tensor on the runner's device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     def values(self, step: Step, watched: Mapping[fx.Node, Any], state: PagedState) -> Generator[Any, Any, Tensor]:
         """Execute all nodes. Yields (what `watched` says of a node, its value); goes on with the value sent, if any."""
@@ -76,7 +87,7 @@ class Runner:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 if node.name in inputs:
-                    values[node] = torch.from_numpy(np.ascontiguousarray(inputs[node.name]))
+                    values[node] = self.array(inputs[node.name])
                 continue
             if node.op == "output":
                 return value_of(node.args[0])
@@ -103,7 +114,7 @@ class Walk:
     """
 
     def __init__(self, runner: Runner, step: Step, state: PagedState, watched: Mapping[fx.Node, Any]) -> None:
-        arrays = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in step._asdict().items()}
+        arrays = {name: runner.array(value) for name, value in step._asdict().items()}
         state.set_step(*(arrays[name] for name in ("slot_mapping", "block_tables", "seq_lens", "cu_q_lens")))
         self._values = runner.values(step, watched, state)
         self._state = state

@@ -53,7 +53,7 @@ def test_equals_torch_in_pieces_of_any_size(data: st.DataObject, rows: int, widt
     targets = np.array(data.draw(st.lists(st.integers(0, width - 1), min_size=1, max_size=rows)))
     comparison = Comparison()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measures, "ELEMENTS", elements)
+        patch.setitem(measures.ELEMENTS, "cpu", elements)
         comparison.add(reference, candidate, targets)
     found = comparison.figures()
     first, second = torch.from_numpy(reference).double(), torch.from_numpy(candidate).double()
