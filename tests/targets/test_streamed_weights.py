@@ -15,7 +15,7 @@ from llmbuild.builder.frontend.safetensors_checkpoint import SafetensorsCheckpoi
 from llmbuild.builder.frontend.safetensors_file import StoredTensor
 from llmbuild.builder.ir import BlockPart, Cast, Concat, Constant, Item, Map, Stack, items
 from llmbuild.builder.targets import weight_file
-from llmbuild.builder.targets.cpu import layouts
+from llmbuild.builder.targets.onnx_graph import blocks
 from llmbuild.builder.targets.onnx_graph.blocks import whole_tiles
 from llmbuild.errors import ModelError
 from llmbuild.quantization.expressions import Dequantized, Quantized
@@ -103,7 +103,7 @@ def test_small_pieces_give_the_same_file(
     reads = []
     load = StoredTensor.load
     monkeypatch.setattr(StoredTensor, "load", lambda self: (reads.append(math.prod(self.shape)), load(self))[1])
-    for module in (weight_file, layouts):
+    for module in (weight_file, blocks):
         monkeypatch.setattr(module, "PIECE", 640)
     compiled(program, tmp_path / "pieces", native=native)
     for name in ("plan/model.onnx", "weights/cpu.safetensors"):
