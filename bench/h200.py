@@ -25,6 +25,7 @@ from llmbuild.runtime.executor import PendingTokens, StepInput
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.request import make_request
+from llmbuild.runtime.sampler import SampledTokens
 from llmbuild.runtime.sampling_params import SamplingParams
 
 
@@ -41,29 +42,45 @@ class Events(NamedTuple):
 
 
 class Server:
-    """An engine with random weights, stepped as `LLM` does it."""
+    """An engine, stepped as `LLM` does it; with random weights if it has none."""
 
     def __init__(self, path: Path) -> None:
         begin = time.perf_counter()
         engine = open_engine(path, requirements=False)
         self.limits = ServingLimits.of(engine.manifest)
-        self.executor = CudaExecutor(engine, random_weights=True)
+        self.has_weights = any(entry.path.startswith("weights/") for entry in engine.manifest.files)
+        self.executor = CudaExecutor(engine, random_weights=not self.has_weights)
         self.loaded_s = time.perf_counter() - begin
         self.executor.warm_up()
         self.ready_s = time.perf_counter() - begin
         self.sampled: list[int] = []  # rows of each step that was put
+        self.waited = 0.0  # seconds for the GPU, since the last run began
         self._execute = self.executor.execute_async
         self.executor.execute_async = self._counted  # type: ignore[method-assign]
         self.core = EngineCore(self.executor, self.limits, None)
         self.count = 0
 
+    def start(self) -> dict[str, Any]:
+        """Seconds from opening the engine until it was loaded, and until it was ready; where the weights came from."""
+        source = "disk" if self.has_weights else "random"
+        return {"seconds": round(self.ready_s, 2), "loaded_s": round(self.loaded_s, 2), "weights": source}
+
     def _counted(self, step: StepInput, *rest: Any) -> PendingTokens:
         self.sampled.append(len(step.logits_indices))
-        return self._execute(step, *rest)
+        pending = self._execute(step, *rest)
+
+        def result() -> SampledTokens:
+            begin = time.perf_counter()
+            tokens = pending.result()
+            self.waited += time.perf_counter() - begin
+            return tokens
+
+        return PendingTokens(result)
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Events:
         """Serve all prompts at once."""
         self.sampled.clear()
+        self.waited = 0.0
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         pool = self.executor.num_blocks * self.executor.block_size
         begin = time.perf_counter()
@@ -88,7 +105,7 @@ def decode(server: Server, batch: int, isl: int, osl: int, rounds: int = 2) -> d
 
     ms_per_step: from the step in which every sequence has its first token to the end, for `batch` tokens.
     ms_median: of the steps with all sequences in them. ms_diff: (time of osl tokens - time of one) / (osl - 1), the
-    same of what a client sees.
+    same of what a client sees. host_us: microseconds a step in which the host worked and did not wait.
     """
     vocab = server.limits.vocab_size
     server.run(random_prompts(batch, isl, vocab, 99), min(8, osl))
@@ -100,8 +117,9 @@ def decode(server: Server, batch: int, isl: int, osl: int, rounds: int = 2) -> d
         whole = [step for step, count in enumerate(run.counts) if step > first and count == batch]
         steps = [(run.ends[step] - run.ends[step - 1]) * 1e3 for step in whole]
         per_step = (run.ends[-1] - run.ends[first]) / sum(run.counts[first + 1 :]) * batch * 1e3
-        found.append((per_step, statistics.median(steps), (run.seconds - one) / (osl - 1) * 1e3))
-    per_step, median, difference = min(found)
+        host = (run.seconds - server.waited) / len(run.ends) * 1e6
+        found.append((per_step, statistics.median(steps), (run.seconds - one) / (osl - 1) * 1e3, host))
+    per_step, median, difference, host = min(found)
     return {
         "kind": "decode",
         "B": batch,
@@ -110,6 +128,7 @@ def decode(server: Server, batch: int, isl: int, osl: int, rounds: int = 2) -> d
         "ms_per_step": round(per_step, 4),
         "ms_median": round(median, 4),
         "ms_diff": round(difference, 4),
+        "host_us": round(host, 1),
         "out_tok_s": round(batch / per_step * 1e3, 1),
     }
 
@@ -181,7 +200,7 @@ def main() -> None:
     records = [emit(**environment(("llmbuild", "cuda-bindings", "nvidia-cublas", "numpy")), gpu=gpu())]
     who = {"peer": f"llmbuild-{package_version('llmbuild')}", "tag": arguments.tag}
     server = Server(arguments.engine)
-    rows = [emit(**who, kind="start", seconds=round(server.ready_s, 2), loaded_s=round(server.loaded_s, 2))]
+    rows = [emit(**who, kind="start", **server.start())]
     for batch in filter(None, arguments.batches.split(",")):
         rows.append(emit(**who, **decode(server, int(batch), arguments.isl, arguments.osl)))
     for isl in filter(None, arguments.ttft.split(",")):
@@ -191,7 +210,7 @@ def main() -> None:
     if arguments.peers:
         rows += peers(arguments.peers)
     for kind, columns in (
-        ("decode", ["peer", "tag", "B", "isl", "osl", "ms_per_step", "ms_median", "ms_diff", "out_tok_s"]),
+        ("decode", ["peer", "tag", "B", "isl", "osl", "ms_per_step", "ms_median", "ms_diff", "host_us", "out_tok_s"]),
         ("ttft", ["peer", "tag", "isl", "ms_median", "ms_min"]),
         ("throughput", ["peer", "tag", "B", "isl", "osl", "seconds", "steps", "out_tok_s"]),
     ):

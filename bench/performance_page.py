@@ -261,7 +261,8 @@ def profile_section(records: list[Record]) -> list[str]:
     lines += [
         "The engine of the section above (`python bench/gpu_profile.py`). Microseconds from the end of the kernel",
         "before to an op's own end, summed over a step; the least that the card needs for its bytes (at 4.4 TB/s, each",
-        "once) or, where longer, for its multiplications. A `product` is N x K; `rows_*` are row programs. Kernels that start early share time with those before them.",
+        "once) or, where longer, for its multiplications. A `product` is N x K; `rows_*` are row programs. Kernels",
+        "that start early share time with those before them.",
         "",
     ]
     found = [record for record in records if record["kind"] == "profile"]
