@@ -196,6 +196,7 @@ def serving_section(records: list[Record]) -> list[str]:
         "through the scheduler and the overlapped loop, as `LLM` runs it; all in one run, one after the other.",
         "*All there*: from the step in which every sequence has its first token to the end, for one token of each.",
         "*Client*: (time of all tokens − time of the first) / (tokens − 1); what TurboMind reports is only that.",
+        "*Host*: work of the host for a step, done while the GPU runs the step before.",
         "",
         f"At batch 1 the bfloat16 weights alone, read at {READ_SPEED / 1e12:.1f} TB/s, take {limit:.2f} ms.",
         "",
@@ -210,7 +211,7 @@ def serving_section(records: list[Record]) -> list[str]:
         return "" if value is None else format(value, text)
 
     lines += markdown_table(
-        ["decode", "", "batch", "ms a step, all there", "client", "median", "output tokens/s"],
+        ["decode", "", "batch", "ms a step, all there", "client", "median", "output tokens/s", "host, us"],
         [
             [
                 row["peer"],
@@ -220,6 +221,7 @@ def serving_section(records: list[Record]) -> list[str]:
                 number(row.get("ms_diff"), ".2f"),
                 number(row["ms_median"], ".2f"),
                 f"{row['B'] / row['ms_per_step'] * 1e3:,.0f}",
+                number(row.get("host_us"), ".0f"),
             ]
             for row in sorted(of("decode"), key=lambda row: (row["B"], row["tag"]))
         ],
@@ -250,9 +252,11 @@ def serving_section(records: list[Record]) -> list[str]:
     )
     lines += [
         "",
-        "From opening the engine to ready, GEMM algorithms timed and graphs captured, weights made on the GPU:",
+        "From opening the engine to ready, GEMM algorithms timed and graphs captured; weights made on the GPU, or",
     ]
-    return [*lines, "", *markdown_table(["start", "", "s"], [[r["peer"], r["tag"], r["seconds"]] for r in of("start")])]
+    lines += ["read from a file in the page cache (*disk*):", ""]
+    starts = [[row["peer"], row["tag"], row.get("weights", "random"), row["seconds"]] for row in of("start")]
+    return [*lines, *markdown_table(["start", "", "weights", "s"], starts)]
 
 
 def profile_section(records: list[Record]) -> list[str]:
