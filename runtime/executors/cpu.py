@@ -79,8 +79,7 @@ def default_blocks(manifest: Manifest) -> int:
     kv = manifest.kv_cache
     a_sequence = -(-manifest.limits.max_seq_len // kv.block_size)
     wanted = a_sequence * manifest.limits.max_batch_size
-    floats = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in kv.layers)
-    affordable = int(available_memory() * MEMORY_SHARE) // max(1, floats * kv.block_size * 4)
+    affordable = int(available_memory() * MEMORY_SHARE) // max(1, kv.token_bytes * kv.block_size)
     return max(a_sequence, min(wanted, affordable))
 
 

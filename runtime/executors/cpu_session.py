@@ -16,6 +16,7 @@ from llmbuild.errors import EngineError
 
 Array = npt.NDArray[Any]
 LOGITS = "logits"
+POOLS = ("keys", "values", "key_scales", "value_scales")  # before the layer's number
 DTYPES = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1", "I8": "i1", "BOOL": "?"}
 
 
@@ -49,8 +50,9 @@ class CpuSession:
         self.pools: dict[str, Array] = {}
         outputs = {output.name: output for output in self._session.get_outputs()}
         for item in self._session.get_inputs():
-            if item.name.startswith(("keys.", "values.")):
-                pool = np.zeros([slots if dim == "slots" else dim for dim in item.shape], np.float32)
+            if item.name.partition(".")[0] in POOLS:
+                shape = [slots if dim == "slots" else dim for dim in item.shape]
+                pool = np.zeros(shape, np.int8 if item.type == "tensor(int8)" else np.float32)
                 self.pools[item.name] = pool
                 value = ort.OrtValue.ortvalue_from_numpy(pool)
                 self._binding.bind_ortvalue_input(item.name, value)

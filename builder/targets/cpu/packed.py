@@ -1,5 +1,6 @@
 """The target's own pass, for engines with native operators: use a merged linear's output in one piece.
 
+paged_attention(q, a, b, .., s, t) with a, s = cache_int8(k), b, t = cache_int8(v)  =>  paged_attention_int8(q, k, v)
 paged_attention(rope(q), rope(k), v) with q, k, v = split(x)  =>  packed_attention(x, cos, sin)
 gated_activation(gate, up)           with gate, up = split(x) =>  packed_gated_activation(x)
 """
@@ -18,14 +19,15 @@ from llmbuild.builder.targets.cpu import ops  # noqa: F401  (registers the ops)
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
+native = torch.ops.llmbuild_cpu
 NATIVE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def packed(program: Program, *, attention: bool) -> Rewrite:
     """Apply both rules in place; without `attention` only the second."""
-    log = Rewrite("cpu_packed", 0)
+    log = Rewrite("cpu_packed", append_in_int8(program) if attention else 0)
     for node in list(program.graph.nodes):
-        if attention and is_call(node, llmbuild.paged_attention.default):
+        if attention and is_call(node, llmbuild.paged_attention.default, native.paged_attention_int8.default):
             new = packed_attention(node)
         elif is_call(node, llmbuild.gated_activation.default):
             new = packed_gated_activation(node)
@@ -40,8 +42,21 @@ def packed(program: Program, *, attention: bool) -> Rewrite:
     return log
 
 
+def append_in_int8(program: Program) -> int:
+    """Let attention round what it appends; returns how often."""
+    count = 0
+    for node in program.graph.find_nodes(op="call_function", target=llmbuild.paged_attention.default):
+        q, k, v, *rest, k_scale, _ = arguments(node)
+        if k_scale is not None:
+            k, v = (x.args[0].args[0] for x in (k, v))  # cache_int8's
+            replace(node, call(node, native.paged_attention_int8.default, q, k, v, *rest))
+            count += 1
+    return count
+
+
 def packed_attention(node: fx.Node) -> fx.Node | str:
     q, k, v, layer, scale, window, softcap, sinks, slopes, *_ = arguments(node)
+    int8 = is_call(node, native.paged_attention_int8.default)
     turned = [is_call(x, llmbuild.rope.default) for x in (q, k)]
     cos, sin, interleaved = None, None, False
     if any(turned):
@@ -59,8 +74,8 @@ def packed_attention(node: fx.Node) -> fx.Node | str:
     widths = [int(size(x)[2]) for x in (q, v)]
     return call(
         node,
-        torch.ops.llmbuild_cpu.packed_attention.default,
-        *(merged, cos, sin, interleaved, *heads, *widths, layer, scale, window, softcap, sinks, slopes),
+        native.packed_attention.default,
+        *(merged, cos, sin, interleaved, *heads, *widths, layer, scale, window, softcap, sinks, slopes, int8),
     )
 
 
@@ -71,7 +86,7 @@ def packed_gated_activation(node: fx.Node) -> fx.Node | str:
     merged = one_split([gate, up])
     if merged is None:
         return "gate and up are not the halves of one linear"
-    return call(node, torch.ops.llmbuild_cpu.packed_gated_activation.default, merged, activation)
+    return call(node, native.packed_gated_activation.default, merged, activation)
 
 
 def heads_of(x: Any) -> Any:

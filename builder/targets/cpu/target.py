@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import operator
 from pathlib import Path
 from typing import Any
 
 import onnx
+import torch
 from torch import fx
 
 from llmbuild.builder.ir import INPUT_NAMES, Program, raise_unsupported
+from llmbuild.builder.passes.edit import arg, is_call, size
 from llmbuild.builder.targets.base import CompiledTarget, CompileOptions
 from llmbuild.builder.targets.cpu import native_library
-from llmbuild.builder.targets.cpu.lower.attention_paged import why_not_paged
+from llmbuild.builder.targets.cpu.lower.attention_paged import why_not_paged, why_not_width
 from llmbuild.builder.targets.cpu.lower.table import rules, why_not
 from llmbuild.builder.targets.cpu.packed import packed
 from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, ONNX_TYPES, Dialect, Emitter
 from llmbuild.builder.targets.onnx_graph.rule import is_size
-from llmbuild.errors import ConfigError
+from llmbuild.errors import ConfigError, UnsupportedError
 
+NEEDS_NATIVE = "needs the native operators"
 MODEL, LIBRARY, WEIGHTS = "plan/model.onnx", "plan/native.so", "weights/cpu.safetensors"
 LOGITS = "logits"
 
@@ -40,7 +44,7 @@ class CpuTarget:
 
     name = "cpu"
     dtypes = ("float32",)
-    kv_caches: tuple[str, ...] = ()
+    kv_caches: tuple[str, ...] = ("int8",)  # with native operators
 
     def __init__(self, native: bool | None = None) -> None:
         self.native = native
@@ -53,6 +57,8 @@ class CpuTarget:
     def supports(self, node: fx.Node) -> str | None:
         if node.op != "call_function" or is_size(node):
             return None
+        if rounds_cache(node):
+            return why_no_int8_cache(node)
         return why_not(node, rules(native=False, paged=False))
 
     def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
@@ -67,6 +73,12 @@ class CpuTarget:
             raise ConfigError("no C++ compiler was found for the native operators", hint="install g++, or ziglang")
         why_dense = why_not_paged(program.kv_layers)
         native, paged = compiler is not None, compiler is not None and why_dense is None
+        if not paged and any(map(rounds_cache, program.graph.nodes)):
+            raise UnsupportedError(
+                f"an int8 KV cache {NEEDS_NATIVE}",
+                where=f"--kv-cache-dtype: {why_dense or 'no C++ compiler was found'}",
+                hint="leave the option out, or install g++, or ziglang",
+            )
         raise_unsupported(self.name, unsupported(program.graph, native=native, paged=paged))
         if native:
             program.rewrites.append(packed(program, attention=paged))
@@ -89,10 +101,24 @@ class CpuTarget:
         )
 
 
+def rounds_cache(node: fx.Node) -> bool:
+    """Whether a node is part of an int8 KV cache, which attention takes over."""
+    producer = node.args[0] if is_call(node, operator.getitem) else node
+    return is_call(producer, torch.ops.llmbuild.cache_int8.default)
+
+
+def why_no_int8_cache(node: fx.Node) -> str | None:
+    width = int(size(arg(arg(node, 0), 0) if is_call(node, operator.getitem) else arg(node, 0))[-1])
+    why = why_not_width(width) or ("" if native_library.find_compiler() else "no C++ compiler was found")
+    return f"an int8 KV cache {NEEDS_NATIVE}: {why}" if why else None
+
+
 def unsupported(graph: fx.Graph, *, native: bool, paged: bool) -> list[tuple[fx.Node, str]]:
     """Return every node that cannot be lowered, with the reason."""
     table = rules(native=native, paged=paged)
-    calls = (node for node in graph.nodes if node.op == "call_function" and not is_size(node))
+    calls = (
+        node for node in graph.nodes if node.op == "call_function" and not is_size(node) and not rounds_cache(node)
+    )
     reasons = ((node, why_not(node, table)) for node in calls)
     return [(node, reason) for node, reason in reasons if reason is not None]
 

@@ -18,7 +18,7 @@ struct Value;
 struct ShapeInfo;
 
 constexpr uint32_t kApiVersion = 17;
-enum ElementType : int { kFloat = 1, kUInt8 = 2, kInt32 = 6 };
+enum ElementType : int { kFloat = 1, kUInt8 = 2, kInt8 = 3, kInt32 = 6 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 
 struct ApiBase {

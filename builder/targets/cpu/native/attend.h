@@ -5,18 +5,21 @@
 #pragma once
 #include <float.h>
 
+#include "cache_row.h"
 #include "simd.h"
 
 constexpr int64_t kChunk = 64;    // keys whose scores are held at once
 constexpr int64_t kMaxRows = 32;  // query rows (tokens × heads of the group) a task
 constexpr int64_t kMaxWidth = 512;
 
-// Where the keys and values of one sequence and kv head are.
+// Where the keys and values of one sequence and kv head are. T: float, or int8_t with a scale for each row.
+template <typename T>
 struct CachedHead {
-  const float* keys;
-  const float* values;
+  const T* keys;
+  const T* values;
+  const float *key_scales, *value_scales;  // [slots, kv_heads]
   const int32_t* table;  // block of each `block_size` positions
-  int64_t block_size, key_stride, value_stride;  // strides between slots, in floats
+  int64_t block_size, key_stride, value_stride, kv_heads, head;  // strides between slots, in elements
 
   int64_t slot(int64_t position) const { return int64_t(table[position / block_size]) * block_size + position % block_size; }
 };
@@ -117,15 +120,18 @@ inline void soften(const QueryRow& row, RowState& state, float* scores, int64_t 
 }
 
 // Folds the keys [begin, end) into the states of `count` rows.
-inline void attend(const CachedHead& cache, const QueryRow* rows, RowState* states, int64_t count, int64_t begin, int64_t end, const Rules& rules) {
+template <typename T>
+inline void attend(const CachedHead<T>& cache, const QueryRow* rows, RowState* states, int64_t count, int64_t begin, int64_t end, const Rules& rules) {
   float scores[4][kChunk];
   const float *keys[kChunk], *values[kChunk];
+  Wide<T, kChunk * kMaxWidth> wide_keys, wide_values;
   for (int64_t first = begin; first < end; first += kChunk - first % kChunk) {
     const int64_t limit = first + kChunk - first % kChunk, n = (limit < end ? limit : end) - first;
     for (int64_t j = 0; j < n; ++j) {
       const int64_t slot = cache.slot(first + j);
-      keys[j] = cache.keys + slot * cache.key_stride;
-      values[j] = cache.values + slot * cache.value_stride;
+      const int64_t row = slot * cache.kv_heads + cache.head, width = rules.key_width, v_width = rules.value_width;
+      keys[j] = load_row(cache.keys + slot * cache.key_stride, width, cache.key_scales, row, wide_keys.at(j * width));
+      values[j] = load_row(cache.values + slot * cache.value_stride, v_width, cache.value_scales, row, wide_values.at(j * v_width));
     }
     for (int64_t r = 0; r < count;) {
       const int64_t left = count - r;

@@ -10,11 +10,12 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   static ort::Op<BlockLinear> block_linear;
   static ort::Op<BlockEmbedding> block_embedding;
   static ort::Op<GatedActivation> gated_activation;
-  static ort::Op<PagedAttention> paged_attention;
+  static ort::Op<PagedAttention<float>> paged_attention;
+  static ort::Op<PagedAttention<int8_t>> paged_attention_int8;
   static ort::Op<MoeExperts> moe_experts;
   static ort::Op<BlockMoeExperts> block_moe_experts;
-  const ort::CustomOp* ops[] = {&block_linear,    &block_embedding, &gated_activation,
-                                &paged_attention, &moe_experts,     &block_moe_experts};
+  const ort::CustomOp* ops[] = {&block_linear,    &block_embedding,      &gated_activation, &paged_attention,
+                                &paged_attention_int8, &moe_experts,     &block_moe_experts};
 
   const void* const* table = base->get_api(ort::kApiVersion);
   if (table == nullptr) return nullptr;  // older than any version the engine's manifest allows

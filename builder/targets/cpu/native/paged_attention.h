@@ -2,7 +2,8 @@
 //
 // Inputs: q [T, Hq·D] (or q|k|v [T, (Hq + Hkv)·D + Hkv·Dv] when k and v are absent), k, v, cos and sin [T, R / 2] (absent: no
 // rotation), the layer's pools [slots, Hkv·D] and [slots, Hkv·Dv], slot_mapping [T], block_tables [B, blocks],
-// seq_lens [B], cu_q_lens [B + 1], sinks [Hq], slopes [Hq]. Output [T, Hq·Dv].
+// seq_lens [B], cu_q_lens [B + 1], sinks [Hq], slopes [Hq]; for pools of int8, those of their scales [slots, Hkv] each.
+// Output [T, Hq·Dv].
 //
 // The pools are graph inputs that this operator writes to: onnxruntime passes bound buffers by address, so nothing is
 // copied however large the pools are.
@@ -11,13 +12,16 @@
 #include "op.h"
 #include "rotate.h"
 
+template <typename T>  // of the pools
 class PagedAttention {
  public:
-  static constexpr const char* kName = "PagedAttention";
+  static constexpr bool kFloats = sizeof(T) == sizeof(float);
+  static constexpr ort::ElementType kPool = kFloats ? ort::kFloat : ort::kInt8;
+  static constexpr const char* kName = kFloats ? "PagedAttention" : "PagedAttentionInt8";
   static constexpr ort::Input kInputs[] = {
-      {ort::kFloat},       {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true},
-      {ort::kFloat},       {ort::kFloat},       {ort::kInt32},       {ort::kInt32},       {ort::kInt32},
-      {ort::kInt32},       {ort::kFloat, true}, {ort::kFloat, true}};
+      {ort::kFloat},       {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true},  {ort::kFloat, true},
+      {kPool},             {kPool},             {ort::kInt32},       {ort::kInt32},        {ort::kInt32},
+      {ort::kInt32},       {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, kFloats}, {ort::kFloat, kFloats}};
 
   explicit PagedAttention(const ort::Attributes& attributes)
       : q_heads_(attributes.integer("q_heads")),
@@ -46,7 +50,8 @@ class PagedAttention {
  private:
   struct Step {
     const float *q, *k, *v, *cos, *sin, *sinks, *slopes;
-    float *keys, *values, *out, *rotated;
+    T *keys, *values;
+    float *key_scales, *value_scales, *out, *rotated;
     const int32_t *slots, *tables, *lengths, *starts;
     int64_t tokens, sequences, table_width, half, q_stride, k_stride, v_stride;
   };
@@ -59,10 +64,11 @@ class PagedAttention {
   void read(ort::Context& c, Step& s) {
     const auto q = c.input<const float>(0), k = c.input<const float>(1), v = c.input<const float>(2);
     const auto cos = c.input<const float>(3), sin = c.input<const float>(4);
-    const auto keys = c.input<float>(5), values = c.input<float>(6);
+    const auto keys = c.input<T>(5), values = c.input<T>(6);
     const auto slots = c.input<const int32_t>(7), tables = c.input<const int32_t>(8);
     const auto lengths = c.input<const int32_t>(9), starts = c.input<const int32_t>(10);
     const auto sinks = c.input<const float>(11), slopes = c.input<const float>(12);
+    const auto key_scales = c.input<float>(13), value_scales = c.input<float>(14);
     const int64_t q_width = q_heads_ * rules_.key_width, k_width = kv_heads_ * rules_.key_width;
     const int64_t v_width = kv_heads_ * rules_.value_width;
     const bool packed = !k;
@@ -75,6 +81,7 @@ class PagedAttention {
     s.v_stride = packed ? s.q_stride : v_width;
     s.cos = cos.data, s.sin = sin.data, s.half = cos ? cos.width() : 0;
     s.keys = keys.data, s.values = values.data;
+    s.key_scales = key_scales.data, s.value_scales = value_scales.data;
     s.slots = slots.data, s.tables = tables.data, s.lengths = lengths.data, s.starts = starts.data;
     s.sequences = lengths.width(), s.table_width = tables.width();
     s.sinks = sinks.data, s.slopes = slopes.data;
@@ -86,12 +93,13 @@ class PagedAttention {
     for (int64_t h = 0; h < q_heads_; ++h) {
       rotate(s.q + t * s.q_stride + h * width, s.rotated + (t * q_heads_ + h) * width, width, cos, sin, s.half, interleaved_, scale_);
     }
-    float* key = s.keys + int64_t(s.slots[t]) * kv_heads_ * width;
     for (int64_t h = 0; h < kv_heads_; ++h) {
-      rotate(s.k + t * s.k_stride + h * width, key + h * width, width, cos, sin, s.half, interleaved_, 1.0f);
+      const int64_t row = int64_t(s.slots[t]) * kv_heads_ + h, v_width = rules_.value_width;
+      alignas(32) float key[kMaxWidth];
+      rotate(s.k + t * s.k_stride + h * width, key, width, cos, sin, s.half, interleaved_, 1.0f);
+      store_row(key, width, s.keys + row * width, s.key_scales, row);
+      store_row(s.v + t * s.v_stride + h * v_width, v_width, s.values + row * v_width, s.value_scales, row);
     }
-    const int64_t v_width = kv_heads_ * rules_.value_width;
-    memcpy(s.values + int64_t(s.slots[t]) * v_width, s.v + t * s.v_stride, v_width * sizeof(float));
   }
 
   // Share out the work. Several tokens: a task a few tokens over all their keys. One token: a task a chunk of keys.
@@ -134,9 +142,10 @@ class PagedAttention {
     alignas(32) float values[kMaxRows * kMaxWidth];
     QueryRow rows[kMaxRows];
     RowState states[kMaxRows];
-    const CachedHead cache = {s.keys + task.head * rules_.key_width, s.values + task.head * width,
-                              s.tables + task.sequence * s.table_width, block_size_,
-                              kv_heads_ * rules_.key_width, kv_heads_ * width};
+    const CachedHead<T> cache = {s.keys + task.head * rules_.key_width, s.values + task.head * width,
+                                 s.key_scales, s.value_scales,
+                                 s.tables + task.sequence * s.table_width, block_size_,
+                                 kv_heads_ * rules_.key_width, kv_heads_ * width, kv_heads_, task.head};
     const int64_t newest = s.lengths[task.sequence] - 1, last_token = s.starts[task.sequence + 1] - 1;
     // A group wider than kMaxRows goes in slices of its heads.
     for (int64_t t = task.begin; t < task.end;) {
