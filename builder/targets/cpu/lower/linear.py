@@ -22,7 +22,7 @@ from llmbuild.builder.targets.cpu.layouts import (
 from llmbuild.builder.targets.onnx_graph.blocks import Array, Blocks, blocks_of, dequantized
 from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, Emitter
 from llmbuild.builder.targets.onnx_graph.rule import Rule, onnx_shape, reshape
-from llmbuild.builder.targets.weight_file import Entry
+from llmbuild.builder.targets.weight_file import Entry, Origin
 
 aten = torch.ops.aten
 
@@ -176,7 +176,9 @@ def external(
     storage: str | None = None,
 ) -> str:
     """Declare an initializer made of a weight's pieces; `load` gives the bytes of one, in order."""
-    entry = Entry(shape, np.dtype(dtype), lambda: map(load, weight.pieces()), storage or weight.source)
+    origin = Origin(("blocks", weight.name), weight.pieces, load)
+    pieces = lambda: map(load, weight.pieces())  # noqa: E731
+    entry = Entry(shape, np.dtype(dtype), pieces, storage or weight.source, origin=origin)
     return e.external_once(f"{weight.name}.{part}", entry)
 
 
