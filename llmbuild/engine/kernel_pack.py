@@ -62,7 +62,12 @@ class CompiledKernel:
 
 
 def write_pack(path: Path, kernels: Sequence[CompiledKernel], *, compiler: str) -> None:
-    """Write a pack. The order of `kernels` plays no part.
+    """Write a pack; see `pack_bytes`."""
+    path.write_bytes(pack_bytes(kernels, compiler=compiler))
+
+
+def pack_bytes(kernels: Sequence[CompiledKernel], *, compiler: str) -> bytes:
+    """Return a pack. The order of `kernels` plays no part.
 
     Raises:
         ValueError: Two kernels have a name in common, or not all are compiled for the same SMs.
@@ -99,17 +104,19 @@ def write_pack(path: Path, kernels: Sequence[CompiledKernel], *, compiler: str) 
     start = _aligned(PREFIX.size + len(header(0)))
     while PREFIX.size + len(text := header(start)) > start:
         start += ALIGNMENT
-    with path.open("wb") as file:
-        file.write(PREFIX.pack(MAGIC, VERSION, len(text)) + text)
-        for data, offset in places.items():
-            file.write(bytes(start + offset - file.tell()))
-            file.write(data)
+    content = bytearray(PREFIX.pack(MAGIC, VERSION, len(text)) + text)
+    for data, offset in places.items():
+        content += bytes(start + offset - len(content)) + data
+    return bytes(content)
 
 
 class KernelPack:
-    """An opened pack; `KernelPack.open(path)`. The file stays mapped as long as a kernel of it is held."""
+    """An opened pack; `KernelPack.open(path)`. The file stays mapped as long as a kernel of it is held.
 
-    def __init__(self, path: Path, header: Header, content: memoryview) -> None:
+    path: the file, or what else holds the pack: for messages.
+    """
+
+    def __init__(self, path: Path | str, header: Header, content: memoryview) -> None:
         self.path = path
         self.compiler = header.compiler
         self.sms = header.sms
@@ -123,8 +130,11 @@ class KernelPack:
         Raises:
             EngineError: No pack, of another format version, truncated or damaged.
         """
-        where = Path(path)
-        content = _content(where)
+        return cls.read(_content(Path(path)), path)
+
+    @classmethod
+    def read(cls, content: memoryview, where: Path | str) -> KernelPack:
+        """Check a pack that is in memory; for the errors see `open`."""
         if len(content) < PREFIX.size:
             raise _truncated(where, len(content), PREFIX.size)
         magic, version, length = PREFIX.unpack_from(content)
@@ -183,7 +193,7 @@ def _json(header: Header) -> bytes:
     return json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
 
-def _parse(text: bytes, where: Path) -> Header:
+def _parse(text: bytes, where: Path | str) -> Header:
     try:
         header = Header.model_validate_json(text)
     except ValidationError as error:
@@ -210,7 +220,7 @@ def _content(path: Path) -> memoryview:
         ) from error
 
 
-def _truncated(path: Path, found: int, needed: int) -> EngineError:
+def _truncated(path: Path | str, found: int, needed: int) -> EngineError:
     return EngineError(f"truncated kernels: {found} bytes of {needed}", where=str(path), hint=DAMAGED)
 
 

@@ -74,7 +74,7 @@ def needs_library(plan: LaunchPlan) -> bool:
     return any(all(small.most_rows is not None for small in gemm.kernels) for gemm in gemms)
 
 
-def _cannot_load(name: str, path: Path, device: Device, error: CudaError) -> EngineError:
+def _cannot_load(name: str, path: Path | str, device: Device, error: CudaError) -> EngineError:
     return EngineError(
         f"the driver cannot load the kernel {name}: {error.what}",
         where=f"{path}, GPU {device.ordinal}: {device.name}, CUDA {version_text(device.driver_version)}",
