@@ -166,13 +166,19 @@ class Emitter:
     def ints(self, *values: int) -> str:
         return self.constant(values, np.int64)
 
-    def external(self, name: str, entry: Entry) -> str:
-        """Declare an initializer whose data are written to the weight file under `name`."""
+    def external(self, name: str, entry: Entry, kind: int | None = None, dims: tuple[int, ...] | None = None) -> str:
+        """Declare an initializer whose data are written to the weight file under `name`.
+
+        Args:
+            kind: Its type in the graph, where the file only has its bits.
+            dims: Its shape in the graph, where several elements share a byte of the file.
+        """
         self.weights.add(name, entry)
         tensor = TensorProto()
         tensor.name = name
-        tensor.data_type = BIT_TYPES.get(entry.element or "") or helper.np_dtype_to_tensor_dtype(entry.dtype)
-        tensor.dims.extend(entry.shape)
+        of_bits = BIT_TYPES.get(entry.element or "")
+        tensor.data_type = kind or of_bits or helper.np_dtype_to_tensor_dtype(entry.dtype)
+        tensor.dims.extend(entry.shape if dims is None else dims)
         # Whoever reads the graph gets the mapped data by name; the location only says that there are none in here.
         tensor.data_location = TensorProto.EXTERNAL
         location = tensor.external_data.add()
@@ -180,9 +186,11 @@ class Emitter:
         self._initializers[name] = tensor
         return name
 
-    def external_once(self, name: str, entry: Entry) -> str:
+    def external_once(
+        self, name: str, entry: Entry, kind: int | None = None, dims: tuple[int, ...] | None = None
+    ) -> str:
         """Like `external`, for a weight that several nodes may declare."""
-        return name if name in self.weights.entries else self.external(name, entry)
+        return name if name in self.weights.entries else self.external(name, entry, kind, dims)
 
     def tensor(self, node: Any) -> str:
         """Return the ONNX name of an FX argument that is a single tensor: a node's value or a plain weight."""

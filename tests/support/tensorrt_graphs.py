@@ -1,0 +1,115 @@
+"""The ONNX graphs of the TensorRT targets, executed by onnxruntime over slots that the test owns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.ir import Program
+from llmbuild.builder.oracle import Oracle
+from llmbuild.builder.pipeline import optimize
+from llmbuild.builder.targets.base import Limits
+from llmbuild.builder.targets.onnx_graph.emitter import Emitter
+from llmbuild.builder.targets.tensorrt.graph import lower
+from llmbuild.plugins.attention_reference import PagedState
+from llmbuild.quantization.recipes import find_recipe
+from llmbuild.runtime.executor import StepInput
+from llmbuild.runtime.executors.tensorrt.slots import SlotRuns
+from support.cpu_engines import Conversation
+from support.tiny_models import save_tiny, tiny_model
+
+SLOTS, CAPACITY = 4, 48
+LIMITS = Limits(max_batch_size=SLOTS, max_num_tokens=32, max_seq_len=CAPACITY, block_size=CAPACITY)
+
+
+def optimized(
+    directory: Path, family: str, recipe: str = "none", dtype: torch.dtype = torch.float32, **overrides: object
+) -> Program:
+    """Trace and optimise a tiny model saved below `directory`."""
+    path = save_tiny(tiny_model(family, **overrides), directory / family, tokenizer=False)
+    program = load_program(path, dtype=dtype)
+    optimize(program, find_recipe(recipe))
+    return program
+
+
+class Twin:
+    """The graph of tensorrt-rtx in onnxruntime. Slots are numpy arrays [slots, Hkv, Smax, D], zeros at first."""
+
+    def __init__(self, emitter: Emitter, slots: int = SLOTS) -> None:
+        model = emitter.model("twin")
+        onnx.checker.check_model(filled(model, emitter), full_check=True)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = 1
+        self.session = ort.InferenceSession(filled(model, emitter).SerializeToString(), options)
+        self.runs = SlotRuns(slots, emitter.limits.block_size, prefill_batch=2, max_rows=8)
+        self.slots = {
+            item.name: np.zeros([slots, *item.shape[1:]], np.float32)
+            for item in self.session.get_inputs()
+            if item.name.startswith(("keys.", "values."))
+        }
+
+    def run(self, step: StepInput) -> np.ndarray:
+        """Logits [L, V] of a step; its keys and values are written."""
+        logits = np.zeros((len(step.logits_indices), self.session.get_outputs()[-1].shape[-1]), np.float32)
+        names = [output.name for output in self.session.get_outputs()]
+        for run in self.runs.split(step):
+            part = slice(run.first, run.first + run.batch)
+            cache = {name: pool[part] for name, pool in self.slots.items()}
+            outputs = dict(zip(names, self.session.run(None, {**run.inputs, **cache}), strict=True))
+            logits[run.rows] = outputs["logits"][: len(run.rows)]
+            for name, pool in self.slots.items():
+                pool[part] = outputs[f"{name}.out"]
+        return logits
+
+
+def filled(model: onnx.ModelProto, emitter: Emitter) -> onnx.ModelProto:
+    """Return the model with its external weights inside."""
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    for tensor in whole.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            tensor.raw_data = b"".join(piece.tobytes() for piece in emitter.weights.entries[tensor.name].pieces())
+    return whole
+
+
+def scenario(vocab_size: int = 256) -> list[dict[str, list[int]]]:
+    """Sequences that join, prefill in chunks across window edges, padded and alone, decode beside prompts and leave."""
+    random = np.random.default_rng(1)
+
+    def tokens(count: int) -> list[int]:
+        return random.integers(0, vocab_size, count).tolist()
+
+    return [
+        {"a": tokens(7), "b": tokens(1), "c": tokens(3)},
+        {"a": tokens(1), "b": tokens(6), "c": tokens(5), "d": tokens(1)},
+        {"b": tokens(1), "d": tokens(9)},
+        {"a": tokens(1), "b": tokens(1), "c": tokens(1), "d": tokens(1)},
+        {"c": tokens(13), "b": tokens(2)},
+        {"c": tokens(1)},
+        {"b": tokens(1), "c": tokens(1)},
+    ]
+
+
+def differences(program: Program, twin: Twin, steps: list[dict[str, list[int]]] | None = None) -> tuple[float, float]:
+    """Largest difference of the twin's logits from the oracle's over `steps` (the scenario), and the largest logit."""
+    conversation = Conversation(num_blocks=SLOTS, block_size=CAPACITY)
+    oracle, state = Oracle(program), PagedState(SLOTS, CAPACITY)
+    worst, largest = 0.0, 0.0
+    for chunks in scenario() if steps is None else steps:
+        step = conversation.step(chunks)
+        expected = oracle.run(step, state).numpy()
+        worst = max(worst, float(np.abs(expected - twin.run(step)).max()))
+        largest = max(largest, float(np.abs(expected).max()))
+    return worst, largest
+
+
+def twin_of(program: Program) -> Twin:
+    return Twin(lower(program, LIMITS, target="tensorrt-rtx", paged=False))
