@@ -26,9 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
 from llmbuild.plugins.attention_reference import attend_one
+from llmbuild.plugins.kernels.attention_hopper import chunk_spec
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import DecodeTiling, decode_plan, decode_tiling
-from llmbuild.plugins.kernels.paged_attention_prefill import PrefillTiling, prefill_spec, prefill_tiling
+from llmbuild.plugins.kernels.paged_attention_prefill import PrefillTiling, prefill_spec
 from llmbuild.plugins.kernels.spec import KernelSpec
 
 DEVICE = "cuda"
@@ -76,10 +77,12 @@ def make_batch(batch: int, length: int, queries: int, *, warm: bool) -> Batch:
 
 
 def specs_of(kind: str, batch: int, tiling: Tiling | None) -> tuple[list[KernelSpec], dict[str, Any]]:
-    """The kernels of one call, and the arguments that depend on the plan."""
+    """The kernels of one call, those of an engine without a tiling, and the arguments that depend on the plan."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     pdl = capability() >= 90
     if kind == "prefill":
+        if tiling is None:
+            return [chunk_spec(SHAPE, capability(), processors=processors, pdl=pdl)], {}
         return [prefill_spec(SHAPE, capability(), tiling=tiling, pdl=pdl)], {}
     plan = decode_plan(SHAPE, capability(), tiling=tiling, processors=processors, pdl=pdl)
     splits, partial, sums = plan.sizes(batch)
@@ -173,7 +176,7 @@ def measure(kind: str, batch: int, length: int, tilings: list[Tiling], warm: boo
         "length": length,
         "l2": "warm" if copies == 1 and warm else "cold",
     }
-    default = (decode_tiling if kind == "decode" else prefill_tiling)(SHAPE, capability())
+    default = decode_tiling(SHAPE, capability()) if kind == "decode" else None
     records = []
     for tiling in [default, *(tiling for tiling in tilings if tiling != default)]:
         try:
@@ -186,7 +189,7 @@ def measure(kind: str, batch: int, length: int, tilings: list[Tiling], warm: boo
         about: dict[str, Any] = {
             "kernel": "ours",
             "default": tiling == default,
-            "tiling": asdict(tiling),
+            "tiling": asdict(tiling) if tiling else {},
             "error": round(error, 5),
         }
         records.append(work | about | speed(kind, batch, length, us))

@@ -41,6 +41,8 @@ class KernelSpec:
     divisible_by_16: arguments that are always multiples of 16 (pointers: in bytes). A promise: the compiler uses it.
     grid: programs along x, y, z, each an expression of `llmbuild.engine.expressions`.
     options: further options of Triton's CUDA compiler: launch_pdl, num_ctas, maxnreg.
+    interpreted: what an interpreter runs instead, for kernels in Gluon, which has none: it computes the same from
+        arguments of the same names. The function is `@gluon.jit` if, and only if, there is one.
 
     Raises:
         ValueError: An argument is missing, unknown, doubled or out of order, or a name or type is not legal.
@@ -55,6 +57,7 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 3
     options: Mapping[str, int | bool] = field(default_factory=dict)
+    interpreted: KernelSpec | None = None
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -95,6 +98,10 @@ class KernelSpec:
             return f"neither pointers nor integers that are passed, yet divisible: {', '.join(strange)}"
         if self.num_warps not in (1, 2, 4, 8, 16, 32) or self.num_stages < 1:
             return f"num_warps {self.num_warps} and num_stages {self.num_stages} cannot be"
+        if self.function.is_gluon() != (self.interpreted is not None):
+            return "kernels in Gluon, and no others, have one that is interpreted instead"
+        if self.interpreted and (other := sorted(self.interpreted.signature.keys() - self.signature.keys())):
+            return f"what is interpreted has other arguments: {', '.join(other)}"
         return None
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from llmbuild.errors import EngineError
 from llmbuild.plugins.kernels.spec import KernelSpec, pointers
@@ -18,12 +20,28 @@ def copy(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
 
 
+@gluon.jit
+def copy_in_gluon(x, y, n, BLOCK: gl.constexpr):
+    i = gl.program_id(0)
+    gl.store(y + i, gl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def scaled_copy(x, y, n, scale, BLOCK: tl.constexpr):
+    i = tl.program_id(0)
+    tl.store(y + i, tl.load(x + i, mask=i < n) * scale, mask=i < n)
+
+
 SIGNATURE = {"x": "*fp32", "y": "*fp32", "n": "i32"}
 
 
 def spec(**changes: Any) -> KernelSpec:
     values: dict[str, Any] = {"name": "copy", "function": copy, "signature": SIGNATURE, "constants": {"BLOCK": 64}}
     return KernelSpec(**(values | changes))
+
+
+def scaled() -> KernelSpec:
+    return spec(function=scaled_copy, signature=SIGNATURE | {"scale": "fp32"})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +58,12 @@ def spec(**changes: Any) -> KernelSpec:
         ({"signature": SIGNATURE | {"n": "fp32"}, "divisible_by_16": ("n",)}, "yet divisible: n"),
         ({"num_warps": 3}, "num_warps 3"),
         ({"num_stages": 0}, "num_stages 0"),
+        ({"interpreted": spec()}, "kernels in Gluon, and no others, have one that is interpreted instead"),
+        ({"function": copy_in_gluon}, "kernels in Gluon, and no others, have one that is interpreted instead"),
+        (
+            {"function": copy_in_gluon, "interpreted": scaled()},
+            "what is interpreted has other arguments: scale",
+        ),
     ],
 )
 def test_wrong_specs(changes: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,8 +30,10 @@ from support.tiny_models import save_tiny, tiny_model
 LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
 
 
-def program_of(family: str, directory: Path, recipe: str = "none", dtype: torch.dtype = torch.float32) -> Program:
-    path = save_tiny(tiny_model(family), directory / "model", tokenizer=False)
+def program_of(
+    family: str, directory: Path, recipe: str = "none", dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Program:
+    path = save_tiny(tiny_model(family, **overrides), directory / "model", tokenizer=False)
     program = load_program(path, dtype=dtype)
     optimize(program, find_recipe(recipe))
     return program
@@ -69,6 +72,13 @@ def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(
     packed = [weight for weight in planned.plan.weights if weight.name.endswith("_packed")]
     assert packed and all(weight.dtype == "uint8" for weight in packed)
     assert difference(program, planned) < 1e-5
+
+
+def test_a_kernel_that_has_no_interpreter_is_stood_in_for(tmp_path: Path) -> None:
+    program = program_of("llama", tmp_path, dtype=torch.float16, head_dim=64)
+    planned = plan_program(program, LIMITS, HARDWARE)
+    assert [name for name, spec in planned.specs.items() if spec.interpreted] == ["attention_prefill"]
+    assert difference(program, planned) < 1e-2
 
 
 def test_products_of_few_rows_are_computed_by_kernels_of_the_engine(tmp_path: Path) -> None:

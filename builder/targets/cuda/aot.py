@@ -57,10 +57,12 @@ def compile_spec(spec: KernelSpec, sm: int) -> Cubin:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = {name: spec.signature.get(name, "constexpr") for name in spec.function.arg_names}
     divisible = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in spec.divisible_by_16}
-    source = ASTSource(fn=spec.function, signature=signature, constexprs=dict(spec.constants), attrs=divisible)
+    language = GluonASTSource if spec.function.is_gluon() else ASTSource
+    source = language(fn=spec.function, signature=signature, constexprs=dict(spec.constants), attrs=divisible)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
     where = f"kernel {spec.name}, SM {sm}"
     with settings():

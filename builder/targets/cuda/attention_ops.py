@@ -9,9 +9,9 @@ from llmbuild.builder.passes.edit import arguments, rank, size
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.engine.launch_plan import Argument, KernelOp, Number, Place, When
+from llmbuild.plugins.kernels.attention_hopper import chunk_spec
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import decode_plan
-from llmbuild.plugins.kernels.paged_attention_prefill import prefill_spec
 from llmbuild.plugins.kernels.spec import KernelSpec
 
 
@@ -38,7 +38,7 @@ def attention_ops(lowered: Lowered, part: Barrier) -> None:
     )
     hardware = lowered.hardware
     decode = decode_plan(shape, hardware.sm, processors=hardware.processors, pdl=hardware.pdl)
-    prefill = prefill_spec(shape, hardware.sm, pdl=hardware.pdl)
+    chunks = chunk_spec(shape, hardware.sm, processors=hardware.processors, pdl=hardware.pdl)
     queries, keys, values, *scales = part.inputs
     places: dict[str, Argument] = {
         "q": lowered.place(queries.buffer),
@@ -64,7 +64,7 @@ def attention_ops(lowered: Lowered, part: Barrier) -> None:
         ordered = tuple(places[name] for name in spec.signature)
         return KernelOp(kernel=kernel, arguments=ordered, when=when, label=node.name)
 
-    lowered.ops += [launch(decode.attend, "decode"), launch(decode.merge, "decode"), launch(prefill, "mixed")]
+    lowered.ops += [launch(decode.attend, "decode"), launch(decode.merge, "decode"), launch(chunks, "mixed")]
 
 
 def cache_dtype(dtype: torch.dtype, sm: int) -> str:

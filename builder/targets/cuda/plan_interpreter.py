@@ -35,7 +35,9 @@ class PlanInterpreter:
     def __init__(self, planned: Planned, num_blocks: int) -> None:
         self.plan = planned.plan
         self.num_blocks, self.block_size = num_blocks, planned.plan.limits.block_size
-        self.kernels = {name: (interpret(spec.function), spec) for name, spec in planned.specs.items()}
+        self.kernels = {
+            name: (interpret((spec.interpreted or spec).function), spec) for name, spec in planned.specs.items()
+        }
         self.weights = {name: expression.load().flatten() for name, expression in planned.weights.items()}
         slots = num_blocks * self.block_size
         self.pools = {
@@ -90,11 +92,14 @@ class PlanInterpreter:
 
     def launch(self, op: KernelOp) -> None:
         kernel, spec = self.kernels[op.kernel]
-        grid = [evaluate(text, self.sizes) for text in spec.grid]
+        interpreted = spec.interpreted or spec
+        grid = [evaluate(text, self.sizes) for text in interpreted.grid]
         if 0 in grid:
             return
-        values: dict[str, Any] = dict(spec.constants)
+        values: dict[str, Any] = dict(interpreted.constants)
         for name, argument in zip(spec.signature, op.arguments, strict=True):
+            if name not in interpreted.signature:
+                continue
             if isinstance(argument, Number):
                 values[name] = evaluate(argument.value, self.sizes)
                 continue
