@@ -1,11 +1,12 @@
 """Times of the paged attention kernels on a GPU, beside torch's SDPA over contiguous keys in the same run.
 
-    python bench/gpu_attention.py [--kind decode|prefill] [--quick] [--save]
+    python bench/gpu_attention.py [--kind decode|prefill] [--cache fp8|int8] [--quick] [--save]
 
 Each shape is checked against the plain reference first, then timed for every tiling of a small sweep. Times are those
 of a CUDA graph that holds many launches, divided by their number: what a launch costs inside of a model. The launches
 go round over so many copies of the cache that they find nothing of their own in the L2 cache ("cold"); --warm uses one
-copy. Needs torch with CUDA and Triton; llmbuild need not be installed. JSON lines first, tables last.
+copy. --cache: pools in 8 bits, checked against the numbers that they stand for; SDPA has none. Needs torch with CUDA
+and Triton; llmbuild need not be installed. JSON lines first, tables last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
 from llmbuild.plugins.attention_reference import attend_one
+from llmbuild.plugins.cache_rounding import round_fp8, round_int8, widened
 from llmbuild.plugins.kernels.attention_hopper import chunk_spec
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import DecodeTiling, decode_plan, decode_tiling
@@ -35,9 +37,40 @@ from llmbuild.plugins.kernels.spec import KernelSpec
 DEVICE = "cuda"
 HEADS, KV_HEADS, HEAD, PAGE = 32, 8, 128, 16
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD, HEAD, scale=HEAD**-0.5, page=PAGE)
+SHAPES = {
+    "bf16": SHAPE,
+    "fp8": replace(SHAPE, kv_dtype="float8_e4m3fn", kv_scales="layer"),
+    "int8": replace(SHAPE, kv_dtype="int8", kv_scales="token"),
+}
 DECODE = [(1, 1024), (1, 8192), (8, 2048), (64, 1024), (64, 8192), (256, 1024), (256, 2048)]
 PREFILL = [(1, 2048), (1, 8192), (8, 2048)]
 Tiling: TypeAlias = DecodeTiling | PrefillTiling
+
+
+@dataclass
+class Pool:
+    """numbers [pages, PAGE, KV_HEADS, HEAD] and their scales: None, [1] or [pages, PAGE, KV_HEADS, 1]."""
+
+    numbers: Tensor
+    scales: Tensor | None = None
+
+    @staticmethod
+    def random(pages: int, cache: str) -> Pool:
+        x = torch.randn(pages, PAGE, KV_HEADS, HEAD, device=DEVICE, dtype=torch.bfloat16)
+        if cache == "bf16":
+            return Pool(x)
+        if cache == "int8":
+            return Pool(*round_int8(x))
+        scale = torch.tensor([0.02], device=DEVICE)
+        return Pool(round_fp8(x, scale).view(torch.float8_e4m3fn), scale)
+
+    def wide(self, pages: Tensor) -> Tensor:
+        """Return what some pages stand for."""
+        if self.scales is None:
+            return self.numbers[pages]
+        if self.scales.ndim > 1:
+            return widened(self.numbers[pages], self.scales[pages])
+        return widened(self.numbers.view(torch.uint8)[pages], self.scales)
 
 
 @dataclass
@@ -48,7 +81,7 @@ class Batch:
     length: int
     queries: int
     q: Tensor
-    pools: list[tuple[Tensor, Tensor]]
+    pools: list[tuple[Pool, Pool]]
     tables: Tensor
 
     @property
@@ -58,41 +91,44 @@ class Batch:
     def contiguous(self, copy: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one copy as [batch, kv_heads, length, head]."""
         pages = self.tables[:, : self.length // PAGE].long()
-        keys, values = (pool[pages].flatten(1, 2).transpose(1, 2) for pool in self.pools[copy])
+        keys, values = (pool.wide(pages).flatten(1, 2).transpose(1, 2) for pool in self.pools[copy])
         return keys.contiguous(), values.contiguous()
 
 
-def make_batch(batch: int, length: int, queries: int, *, warm: bool) -> Batch:
+def make_batch(batch: int, length: int, queries: int, cache: str, *, warm: bool) -> Batch:
     """Pages lie in a random order. Lengths are multiples of the page size."""
     pages = length // PAGE
-    bytes_each = 2 * 2 * batch * length * KV_HEADS * HEAD
+    bytes_each = cache_bytes(batch, length, cache)
     copies = 1 if warm else max(1, min(64, math.ceil(COLD_BYTES / bytes_each)))
-
-    def pool() -> Tensor:
-        return torch.randn(batch * pages, PAGE, KV_HEADS, HEAD, device=DEVICE, dtype=torch.bfloat16)
-
+    pools = [(Pool.random(batch * pages, cache), Pool.random(batch * pages, cache)) for _ in range(copies)]
     order = torch.randperm(batch * pages, device=DEVICE, dtype=torch.int32).view(batch, pages)
     q = torch.randn(batch * queries, HEADS, HEAD, device=DEVICE, dtype=torch.bfloat16)
-    return Batch(batch, length, queries, q, [(pool(), pool()) for _ in range(copies)], order)
+    return Batch(batch, length, queries, q, pools, order)
 
 
-def specs_of(kind: str, batch: int, tiling: Tiling | None) -> tuple[list[KernelSpec], dict[str, Any]]:
+def cache_bytes(batch: int, length: int, cache: str) -> int:
+    """Bytes of keys and values that a step reads, scales included."""
+    heads = 2 * batch * length * KV_HEADS
+    return heads * (HEAD * SHAPES[cache].kv_bytes + (4 if cache == "int8" else 0))
+
+
+def specs_of(kind: str, cache: str, batch: int, tiling: Tiling | None) -> tuple[list[KernelSpec], dict[str, Any]]:
     """The kernels of one call, those of an engine without a tiling, and the arguments that depend on the plan."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     pdl = capability() >= 90
     if kind == "prefill":
         if tiling is None:
-            return [chunk_spec(SHAPE, capability(), processors=processors, pdl=pdl)], {}
-        return [prefill_spec(SHAPE, capability(), tiling=tiling, pdl=pdl)], {}
-    plan = decode_plan(SHAPE, capability(), tiling=tiling, processors=processors, pdl=pdl)
+            return [chunk_spec(SHAPES[cache], capability(), processors=processors, pdl=pdl)], {}
+        return [prefill_spec(SHAPES[cache], capability(), tiling=tiling, pdl=pdl)], {}
+    plan = decode_plan(SHAPES[cache], capability(), tiling=tiling, processors=processors, pdl=pdl)
     splits, partial, sums = plan.sizes(batch)
     between = {name: torch.empty(size // 4, device=DEVICE) for name, size in (("partial", partial), ("sums", sums))}
     return [plan.attend, plan.merge] if splits > 1 else [plan.attend], between | {"splits": splits}
 
 
-def our_call(kind: str, batch: Batch, tiling: Tiling | None) -> tuple[Callable[[int], None], Tensor]:
+def our_call(kind: str, cache: str, batch: Batch, tiling: Tiling | None) -> tuple[Callable[[int], None], Tensor]:
     """A function that attends over copy number i, and the tensor that it writes."""
-    specs, arguments = specs_of(kind, batch.batch, tiling)
+    specs, arguments = specs_of(kind, cache, batch.batch, tiling)
     out = torch.full_like(batch.q, float("nan"))
     new = torch.arange(batch.batch + 1, device=DEVICE, dtype=torch.int32) * batch.queries
     arguments |= {
@@ -107,7 +143,8 @@ def our_call(kind: str, batch: Batch, tiling: Tiling | None) -> tuple[Callable[[
 
     def call(copy: int) -> None:
         keys, values = batch.pools[copy]
-        given = arguments | {"keys": keys, "values": values}
+        given = arguments | {"keys": keys.numbers, "values": values.numbers}
+        given |= {"k_scales": keys.scales, "v_scales": values.scales}
         for spec in specs:
             launch(spec, given, batch.sizes)
 
@@ -161,26 +198,27 @@ def prefill_tilings() -> list[Tiling]:
     ]
 
 
-def compile_tiling(kind: str, tiling: Tiling) -> None:
-    compile_specs(specs_of(kind, 1, tiling)[0])
+def compile_tiling(kind: str, cache: str, tiling: Tiling) -> None:
+    compile_specs(specs_of(kind, cache, 1, tiling)[0])
 
 
-def measure(kind: str, batch: int, length: int, tilings: list[Tiling], warm: bool) -> list[dict[str, Any]]:
+def measure(kind: str, cache: str, batch: int, length: int, tilings: list[Tiling], warm: bool) -> list[dict[str, Any]]:
     """Records of one shape: each tiling, the default one and the peers."""
     torch.manual_seed(0)
-    data = make_batch(batch, length, 1 if kind == "decode" else length, warm=warm)
+    data = make_batch(batch, length, 1 if kind == "decode" else length, cache, warm=warm)
     copies = len(data.pools)
     work: dict[str, Any] = {
         "kind": kind,
         "batch": batch,
         "length": length,
+        "cache": cache,
         "l2": "warm" if copies == 1 and warm else "cold",
     }
-    default = decode_tiling(SHAPE, capability()) if kind == "decode" else None
+    default = decode_tiling(SHAPES[cache], capability()) if kind == "decode" else None
     records = []
     for tiling in [default, *(tiling for tiling in tilings if tiling != default)]:
         try:
-            call, out = our_call(kind, data, tiling)
+            call, out = our_call(kind, cache, data, tiling)
             call(0)
         except OutOfResources:
             continue
@@ -192,23 +230,24 @@ def measure(kind: str, batch: int, length: int, tilings: list[Tiling], warm: boo
             "tiling": asdict(tiling) if tiling else {},
             "error": round(error, 5),
         }
-        records.append(work | about | speed(kind, batch, length, us))
+        records.append(work | about | speed(kind, cache, batch, length, us))
     ours = min(records, key=lambda record: record["us"])
     for record in records:
         record["best"] = record is ours
-    for name, backend in (("sdpa-flash", SDPBackend.FLASH_ATTENTION), ("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION)):
+    peers = (("sdpa-flash", SDPBackend.FLASH_ATTENTION), ("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION))
+    for name, backend in peers if cache == "bf16" else ():
         try:
             us = time_us(sdpa_call(data, backend), copies)
         except RuntimeError as error:  # torch says so when a backend refuses the shape
             emit(**work, kernel=name, refused=str(error).splitlines()[0])
             continue
-        records.append(work | {"kernel": name} | speed(kind, batch, length, us))
+        records.append(work | {"kernel": name} | speed(kind, cache, batch, length, us))
     return [emit(**record) for record in records]
 
 
-def speed(kind: str, batch: int, length: int, us: float) -> dict[str, float]:
+def speed(kind: str, cache: str, batch: int, length: int, us: float) -> dict[str, float]:
     if kind == "decode":
-        return {"us": round(us, 2), "tb_s": round(batch * length * KV_HEADS * HEAD * 2 * 2 / us / 1e6, 3)}
+        return {"us": round(us, 2), "tb_s": round(cache_bytes(batch, length, cache) / us / 1e6, 3)}
     return {"us": round(us, 1), "tflop_s": round(2 * batch * length**2 * HEADS * HEAD / us / 1e6, 1)}
 
 
@@ -232,6 +271,7 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--kind", choices=("decode", "prefill"), help="one of the kernels; both if not given")
+    parser.add_argument("--cache", choices=tuple(SHAPES), default="bf16", help="what the pools hold")
     parser.add_argument("--quick", action="store_true", help="the default tilings alone")
     parser.add_argument("--warm", action="store_true", help="let the cache of a small batch stay in L2")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
@@ -247,12 +287,14 @@ def main() -> None:
         if options.kind not in (None, kind):
             continue
         if tilings:
-            in_processes(compile_tiling, [(kind, tiling) for tiling in tilings], options.workers)
+            in_processes(compile_tiling, [(kind, options.cache, tiling) for tiling in tilings], options.workers)
         for batch, length in shapes:
-            records += measure(kind, batch, length, tilings, options.warm)
+            records += measure(kind, options.cache, batch, length, tilings, options.warm)
             torch.cuda.empty_cache()
     if options.save:
-        write_results("gpu-attention", [about, *records])
+        write_results(
+            "gpu-attention" if options.cache == "bf16" else f"gpu-attention-{options.cache}", [about, *records]
+        )
     table(
         "Attention, microseconds a call (speed: TB/s of the cache, or TFLOP/s, of the best tiling)",
         summary(records),

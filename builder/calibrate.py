@@ -1,4 +1,4 @@
-"""Calibration: run windows of tokens through the graph and gather what linears read, one layer at a time.
+"""Calibration: run windows of tokens through the graph and gather what linears read and KV caches store, by layers.
 
 The graph is cut into segments, each of which ends with an attention; all windows go through one segment before the
 next begins:
@@ -52,26 +52,28 @@ def calibrate(
     """
     if not windows or not all(len(window) for window in windows):
         raise ValueError("calibration needs windows, of at least one token each")
-    by_node = {each.x: each for each in inputs}
+    by_node: dict[fx.Node, list[LinearInput]] = {}
+    for each in inputs:
+        by_node.setdefault(each.x, []).append(each)
     parts = segments(program.graph, by_node)
     dead_after = last_uses(program.graph)
     carried = [placeholders(program, window) for window in windows]
     for place, nodes in enumerate(parts):
         gathered = {
-            node: InputStatistics.empty(by_node[node].columns, gram=by_node[node].key in grams)
+            each.key: InputStatistics.empty(each.columns, gram=each.key in grams)
             for node in nodes
-            if node in by_node
+            for each in by_node.get(node, ())
         }
         weights = SegmentWeights(program)
         for number, values in enumerate(carried):
             with paged_state(one_window(len(windows[number]))), torch.inference_mode():
                 for node, value in run(nodes, values, weights, dead_after):
-                    if node in gathered:
-                        gathered[node].add(value, name=by_node[node].key, window=number)
+                    for each in by_node.get(node, ()):
+                        gathered[each.key].add(value, name=each.key, window=number)
             if progress is not None:
                 progress(place * len(windows) + number + 1, len(parts) * len(windows), f"layer {place}")
-        for node, statistics in gathered.items():
-            write(by_node[node].key, statistics)
+        for key, statistics in gathered.items():
+            write(key, statistics)
 
 
 def segments(graph: fx.Graph, wanted: Collection[fx.Node]) -> list[list[fx.Node]]:

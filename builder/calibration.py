@@ -52,16 +52,19 @@ class Calibration:
         self.file: StatisticsFile | None = None
 
     def __call__(self, program: Program, inputs: Sequence[LinearInput], needed: frozenset[str]) -> StatisticsFile:
-        """Return statistics of all inputs, with Gram matrices of those needed.
+        """Return statistics of all inputs, with Gram matrices of those needed. Asked again, it returns them again.
 
         Raises:
             ConfigError: The file is of another model or lacks an input; or the text cannot be used.
             ModelError: An input of a linear is not finite.
         """
+        if self.file is not None:
+            return self.file
         path = self.config.calibration
         if path is not None and path.exists():
-            self.file = StatisticsFile(path)
-            check_covers(self.file, program, needed)
+            file = StatisticsFile(path)
+            check_covers(file, program, needed, [each.key for each in inputs])
+            self.file = file
         elif path is not None:
             self.file = self._gather(program, inputs, needed, path)
         else:
@@ -127,14 +130,21 @@ def model_sha256(program: Program) -> str:
     return hashlib.sha256(json.dumps(sorted(program.info.source_files)).encode()).hexdigest()
 
 
-def check_covers(file: StatisticsFile, program: Program, needed: frozenset[str]) -> None:
-    """Raise ConfigError unless the statistics are of this very model and have the Gram matrices that are needed."""
+def check_covers(file: StatisticsFile, program: Program, needed: frozenset[str], keys: Sequence[str]) -> None:
+    """Raise ConfigError unless the statistics are of this very model and have all inputs, and the matrices needed."""
     known = file.description
     if known.model_sha256 != model_sha256(program):
         raise ConfigError(
             f"the statistics are of another model, {known.model}, or of other files of it",
             where=f"--calibration {file.path}",
             hint="give a path that does not exist yet to have this model calibrated",
+        )
+    unknown = sorted(set(keys) - set(known.inputs))
+    if unknown:
+        raise ConfigError(
+            f"the statistics know nothing of {unknown[0]}, and of {len(unknown) - 1} more inputs",
+            where=f"--calibration {file.path}",
+            hint="another version made them: give a path that does not exist yet to calibrate again",
         )
     missing = sorted(key for key in needed if key not in known.inputs or not known.inputs[key].gram)
     if missing:
