@@ -1,6 +1,6 @@
 """An engine of the cuda target without weights, for a published shape: what benchmarks serve with random weights.
 
-    python bench/plan_engine.py llama-3.1-8b ENGINE [--sm 90] [--max-batch-size 256] [--max-num-tokens 8192]
+    python bench/plan_engine.py llama-3.1-8b ENGINE [--sm 90] [--quant fp8] [--max-num-tokens 8192]
 
 --weights writes a file of noise for them, to time a start from disk. Prints a JSON line with the seconds that each part
 of the build took.
@@ -36,6 +36,7 @@ def write_plan_engine(
     *,
     sm: str,
     dtype: str,
+    quant: str,
     max_batch_size: int,
     max_num_tokens: int,
     max_seq_len: int,
@@ -46,6 +47,7 @@ def write_plan_engine(
     import torch
 
     from llmbuild.builder import sections
+    from llmbuild.builder.calibration import NothingKnown
     from llmbuild.builder.frontend.load import load_program
     from llmbuild.builder.options import Choices
     from llmbuild.builder.pipeline import optimize
@@ -63,7 +65,8 @@ def write_plan_engine(
         make_config(shape).save_pretrained(folder)
         program = load_program(Path(folder), dtype=getattr(torch, dtype), dry=True)
     lap("trace")
-    optimize(program, find_recipe("none"))
+    recipe = find_recipe(quant)
+    optimize(program, recipe, calibrate=lambda *_: NothingKnown())
     lap("passes")
     limits = Limits(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len)
     with EngineWriter(out, force=True) as writer:
@@ -76,10 +79,10 @@ def write_plan_engine(
         writer.commit(
             model=sections.model(program.info),
             target=sections.target("cuda", compiled),
-            precision=sections.precision(dtype, "none", compiled),
+            precision=sections.precision(dtype, quant, compiled),
             limits=sections.limits(limits),
             kv_cache=sections.kv_cache(program, dtype, limits, None),
-            build=sections.build(Choices("cuda", "none", find_recipe("none")), dtype, limits, sm),
+            build=sections.build(Choices("cuda", quant, recipe), dtype, limits, sm),
         )
         lap("write")
     return {name: round(value, 2) for name, value in seconds.items()}
@@ -105,7 +108,7 @@ def noise_file(expressions: dict[str, WeightExpr]) -> WeightFile:
     for name, expression in expressions.items():
         entry = plain_entry(expression)
         count = math.prod(entry.shape)
-        file.add(name, replace(entry, pieces=partial(pieces, expression.dtype, entry.dtype, count)))
+        file.add(name, replace(entry, origin=None, pieces=partial(pieces, expression.dtype, entry.dtype, count)))
     return file
 
 
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sm", default="90")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quant", default="none", help="name of a recipe")
     parser.add_argument("--max-batch-size", type=int, default=256)
     parser.add_argument("--max-num-tokens", type=int, default=8192)
     parser.add_argument("--max-seq-len", type=int, default=8704)

@@ -88,7 +88,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
         with phase("weights", seconds):
-            options = CompileOptions(limits, dtype, under("weights", progress), config.sm)
+            options = CompileOptions(limits, dtype, under("weights", progress), choices.sm)
             compiled = target.compile(program, options, writer.directory)
         sections.write_tokenizer(program, writer.directory)
         record = measured.write(writer.directory) if measured else None
@@ -100,7 +100,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 precision=sections.precision(dtype, choices.quant, compiled),
                 limits=sections.limits(limits),
                 kv_cache=sections.kv_cache(program, dtype, limits, choices.recipe.kv_cache),
-                build=sections.build(choices, dtype, limits, config.sm, statistics.section()),
+                build=sections.build(choices, dtype, limits, choices.sm, statistics.section()),
                 progress=under("write", progress),
             )
     used = {"estimate": estimate.to_dict(), "peak": memory.peak_rss()}

@@ -151,25 +151,28 @@ class BuildConfig:
 class Choices:
     """target, quant: given or chosen. notes: one line for each choice that the user did not make.
 
-    recipe: the one called `quant`, with the user's exclusions and rules.
+    recipe: the one called `quant`, with the user's exclusions and rules. sm: as `BuildConfig.sm`, without those that
+    the recipe does not run on.
     """
 
     target: str
     quant: str
     recipe: Recipe
     notes: list[str] = field(default_factory=list)
+    sm: str | None = None
 
 
 def choose(config: BuildConfig) -> Choices:
     """Settle target and recipe, that of the KV cache included, and check names, before anything heavy is imported.
 
     Raises:
-        UnsupportedError: The target is of a later version.
+        UnsupportedError: The target is of a later version, or it or a GPU has no products that the recipe asks for.
         ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF, "stored" for one that is not
             quantized.
         ModelError: Two files say different things about how a checkpoint is quantized.
     """
     from llmbuild.builder.frontend.quantized_config import stored_quantization
+    from llmbuild.builder.targets.cuda.sms import SMS
     from llmbuild.quantization.recipes import customized
 
     notes = []
@@ -178,7 +181,7 @@ def choose(config: BuildConfig) -> Choices:
         target = "cpu"
         notes.append("target cpu: --target cuda makes an engine for NVIDIA GPUs")
     _check_target_name(target)
-    _check_sm(config.sm, target, notes)
+    _check_sm(config.sm, target)
     if config.dtype is not None and config.dtype not in DTYPES:
         raise ConfigError(
             f"unknown dtype {config.dtype!r}", where=_option("dtype"), hint=nearest(config.dtype, list(DTYPES))
@@ -202,7 +205,10 @@ def choose(config: BuildConfig) -> Choices:
             where=_option("quant"),
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
-    return Choices(target, quant, recipe, notes)
+    recipe, sm = _choose_float8(config, target, recipe, notes)
+    if target == "cuda" and sm is None:
+        notes.append(f"sm {','.join(map(str, SMS))}: all that are known; fewer are built faster")
+    return Choices(target, quant, recipe, notes, sm)
 
 
 def check_thresholds(given: Mapping[str, float | None]) -> None:
@@ -279,16 +285,49 @@ def _check_calibration(config: BuildConfig, recipe: Recipe, notes: list[str]) ->
         notes.append("calibration text: documentation strings of the installed Python")
 
 
-def _check_sm(sm: str | None, target: str, notes: list[str]) -> None:
-    from llmbuild.builder.targets.cuda.sms import SMS, parse_sms
+def _choose_float8(config: BuildConfig, target: str, recipe: Recipe, notes: list[str]) -> tuple[Recipe, str | None]:
+    """Return the recipe and the SMs, as --sm takes them, after looking at which of them multiply 8-bit floats."""
+    from llmbuild.builder.frontend.quantized_config import stored_quantization, stores_float8
+    from llmbuild.builder.targets.cuda.sms import FLOAT8_SMS, parse_sms
+    from llmbuild.quantization.recipes import RECIPES, multiplying_float8
+
+    asked = recipe.float8
+    if target != "cuda":
+        if asked is not None:
+            others = ", ".join(each.name for each in RECIPES.values() if each.float8 is None)
+            raise UnsupportedError(
+                f"the {target} target has no products of 8-bit floats, which recipe {asked!r} asks for",
+                where=_option("quant" if asked == recipe.name else "quant_layer"),
+                hint=f"use --target cuda, or one of {others}",
+            )
+        return recipe, config.sm
+    stored = config.model.suffix != ".gguf" and recipe.keeps_stored and stores_float8(stored_quantization(config.model))
+    if asked is None and not stored:
+        return recipe, config.sm
+    able = ",".join(map(str, FLOAT8_SMS))
+    if config.sm is None:
+        notes.append(f"sm {able}: those that multiply 8-bit floats; fewer are built faster")
+        return multiplying_float8(recipe), able
+    if unable := [sm for sm in parse_sms(config.sm) if sm not in FLOAT8_SMS]:
+        what = f"SM {', '.join(map(str, unable))} cannot multiply 8-bit floats"
+        if asked is not None:
+            raise UnsupportedError(
+                f"{what}, which recipe {asked!r} asks for",
+                where="--sm",
+                hint=f"those that can: {able}; a recipe for all is int8-wo",
+            )
+        notes.append(f"8-bit floats of the checkpoint are dequantized: {what}")
+        return recipe, config.sm
+    return multiplying_float8(recipe), config.sm
+
+
+def _check_sm(sm: str | None, target: str) -> None:
+    from llmbuild.builder.targets.cuda.sms import parse_sms
 
     if target != "cuda":
         if sm is not None:
             raise ConfigError(f"the {target} target is compiled for no GPU", where="--sm", hint="leave --sm out")
-        return
-    if sm is None:
-        notes.append(f"sm {','.join(map(str, SMS))}: all that are known; fewer are built faster")
-    else:
+    elif sm is not None:
         parse_sms(sm)
 
 

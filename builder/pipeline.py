@@ -13,6 +13,7 @@ from llmbuild.builder.passes.cleanup import cleanup
 from llmbuild.builder.passes.complex_rope import complex_rope
 from llmbuild.builder.passes.cse import cse
 from llmbuild.builder.passes.drop_batch_axis import drop_batch_axis
+from llmbuild.builder.passes.float8_products import use_float8
 from llmbuild.builder.passes.fold_weights import fold_weights
 from llmbuild.builder.passes.gated_activation import gated_activation
 from llmbuild.builder.passes.gather_rows import gather_rows
@@ -61,6 +62,7 @@ def phases(recipe: Recipe, calibrate: Calibrate | None = None) -> list[tuple[str
         ("merge_linears", merge_linears),
         ("gather_rows", gather_rows),
         ("use_blocks", use_blocks),
+        ("use_float8", use_float8),
         ("quantize_cache", partial(quantize_cache, recipe=recipe)),
         ("cleanup_last", cleanup),
         ("cse_last", cse),

@@ -66,7 +66,6 @@ _define(
 # ⌈K / block[1]⌉]; x_scale float32 [..., K / block[1]].
 
 
-@torch.library.impl("llmbuild::linear_scaled", "CompositeExplicitAutograd")
 def linear_scaled(
     x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, block: list[int], dtype: torch.dtype
 ) -> Tensor:
@@ -78,6 +77,9 @@ def linear_scaled(
         rows = x.float().unflatten(-1, (-1, block[1])) * x_scale.unsqueeze(-1)
         result = rows.flatten(-2) @ spread(w_scale, block, w.shape).mul_(w.float()).T
     return (result if bias is None else result + bias.float()).to(dtype)
+
+
+torch.library.impl("llmbuild::linear_scaled", "CompositeExplicitAutograd")(linear_scaled)
 
 
 def spread(scale: Tensor, block: list[int] | tuple[int, int], shape: torch.Size | tuple[int, int]) -> Tensor:

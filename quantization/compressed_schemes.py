@@ -13,7 +13,7 @@ from typing import Any
 
 from llmbuild.errors import ModelError
 from llmbuild.quantization.formats import CONFIG, group_of, option
-from llmbuild.quantization.formats_fp8 import NOT_FLOAT8, block_of
+from llmbuild.quantization.formats_fp8 import BLOCK, NOT_FLOAT8, Activations, block_of
 from llmbuild.quantization.integers import BITS
 
 PACKED = "pack-quantized"
@@ -27,6 +27,7 @@ class Scheme:
     """How one group of modules is stored.
 
     group_size: None for a scale a row, or one for all when `single`. ordered: whether columns were sorted into groups.
+    activations: which of them share a scale where they are 8-bit floats, as `FP8Layout` says it.
     """
 
     targets: tuple[str, ...]
@@ -38,6 +39,7 @@ class Scheme:
     single: bool
     block: tuple[int, int] | None
     ordered: bool
+    activations: Activations | None = None
 
 
 def read_scheme(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Scheme:
@@ -66,7 +68,19 @@ def read_scheme(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) 
         single=strategy == "tensor",
         block=block,
         ordered=option(weights, "actorder", ORDERS, hint=hint) in ("group", "dynamic", True),
+        activations=float8_activations(group.get("input_activations")) if is_float else None,
     )
+
+
+def float8_activations(described: Any) -> Activations | None:
+    """Return which activations share a scale; None if they are not rounded to 8-bit floats, or in another way."""
+    if not isinstance(described, dict) or described.get("type") != "float" or described.get("num_bits") != 8:
+        return None
+    if not described.get("dynamic"):
+        return "tensor" if described.get("strategy") == "tensor" else None
+    if described.get("strategy") == "group":
+        return "group" if described.get("group_size") == BLOCK[1] else None
+    return "token" if described.get("strategy") == "token" else None
 
 
 def scheme_for(module: str, schemes: tuple[Scheme, ...]) -> Scheme:

@@ -37,11 +37,12 @@ from llmbuild.quantization.formats import (
     take,
     typed,
 )
-from llmbuild.quantization.formats_fp8 import FP8, float8_layout
+from llmbuild.quantization.formats_fp8 import INPUT_SCALE, float8_layout
 from llmbuild.quantization.formats_gptq import scattered_groups
 from llmbuild.quantization.integers import WORD, Integers, stored_format, unpack, unpack_slice
 
 NAME = "compressed-tensors"
+SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,7 @@ class CompressedTensors:
     schemes: tuple[Scheme, ...]
     notices: tuple[str, ...]
     label: str = NAME
-    suffixes: tuple[str, ...] = (
-        "weight",
-        "weight_packed",
-        "weight_scale",
-        "weight_shape",
-        "weight_zero_point",
-        "weight_g_idx",
-    )
+    suffixes: tuple[str, ...] = SUFFIXES
 
     @property
     def unused(self) -> Mapping[str, str]:
@@ -138,12 +132,10 @@ class CompressedTensors:
             raise ModelError("config_groups says nothing about any weight", where=CONFIG)
         notices: list[str] = []
         schemes = tuple(read_scheme(name, group, config) for name, group in groups.items() if group.get("weights"))
-        if any(each.is_float for each in schemes):
-            notices.extend(FP8(None).notices)
-        rounded = [group for group in groups.values() if group.get("input_activations")]
-        if rounded:
+        known = {each.activations for each in schemes}
+        if None in known and any(group.get("input_activations") for group in groups.values()):
             notices.append("activations, which the checkpoint describes as quantized, are computed unrounded")
-        return cls(schemes, tuple(notices))
+        return cls(schemes, tuple(notices), suffixes=(*SUFFIXES, *((INPUT_SCALE,) if None not in known else ())))
 
     def layout(self, module: str, parts: Parts) -> Layout | None:
         weight = parts.get("weight")
@@ -152,7 +144,7 @@ class CompressedTensors:
         found = scheme_for(module, self.schemes)
         if found.is_float:
             need(parts, "weight", module)
-            return float8_layout(NAME, module, parts, found.block)
+            return float8_layout(NAME, module, parts, found.block, found.activations)
         return integer_layout(found, module, parts)
 
 

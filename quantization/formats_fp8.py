@@ -2,36 +2,44 @@
 
     weight                            float8_e4m3 [N, K]
     weight_scale or weight_scale_inv  float, one; [N] or [N, 1]; or [N/rows, K/columns] for blocks (DeepSeek: 128 x 128)
-    input_scale                       float, of the activations
+    input_scale                       float, one: of the activations, where they are rounded with a scale of their own
 
 Both names of the scale mean a factor. Without one a weight is never taken as it is: 1 would be a guess.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from llmbuild.errors import ModelError
+from llmbuild.quantization.float8 import Float8Matrix
 from llmbuild.quantization.formats import CONFIG, FLOATS, INPUT_SCALES, Parts, matrix, need, option, typed
 
 FLOAT8 = (torch.float8_e4m3fn,)
 SCALES = ("weight_scale", "weight_scale_inv")
+INPUT_SCALE = "input_scale"
 NOT_FLOAT8 = "8-bit floats (e4m3) are the only ones that are read"
+BLOCK = (128, 128)  # rows and columns that products with scales of blocks are made for
+# What activations share a scale where they are rounded to 8-bit floats too: those of a token, of the block of columns
+# of a token, or all, with the `input_scale` of the checkpoint.
+Activations = Literal["token", "group", "tensor"]
 
 
 @dataclass(frozen=True)
 class FP8Layout:
-    """One weight. block: rows and columns that share a scale."""
+    """One weight. block: rows and columns that share a scale. activations: None where they are not rounded."""
 
     name: str
     shape: tuple[int, int]
     scale: str
     block: tuple[int, int]
+    activations: Activations | None = None
     block_format: None = None
     scattered: bool = False
     row_major: bool = True
@@ -43,6 +51,24 @@ class FP8Layout:
             return f"{self.name} float8, blocks of {rows} x {columns}"
         return f"{self.name} float8, " + ("a scale a row" if rows == 1 else "one scale")
 
+    @property
+    def product_block(self) -> tuple[int, int] | None:
+        """Rows and columns of a scale where the weight can be multiplied as it is stored; None: no product has such."""
+        rows, columns = self.block
+        if columns >= self.shape[1] and (rows == 1 or rows >= self.shape[0]):
+            return (1, self.shape[1])
+        return BLOCK if self.block == BLOCK and self.shape[1] % BLOCK[1] == 0 else None
+
+    def numbers(self, parts: Mapping[str, Tensor], begin: int, end: int) -> Float8Matrix:
+        """Return rows begin .. end, whole blocks of them, as stored; with scales for `product_block`."""
+        rows, columns = self.block
+        down, across = -(-self.shape[0] // rows), -(-self.shape[1] // columns)
+        scale = parts[self.scale].reshape(down, across).float()
+        wanted = torch.arange(begin, end) // rows
+        if self.product_block == BLOCK:
+            wanted = wanted[::rows]
+        return Float8Matrix(parts["weight"][begin:end].contiguous(), scale[wanted].contiguous())
+
     def rows(self, parts: Mapping[str, Tensor], begin: int, end: int) -> Tensor:
         rows, columns = self.block
         down, across = -(-self.shape[0] // rows), -(-self.shape[1] // columns)
@@ -53,36 +79,37 @@ class FP8Layout:
 
 @dataclass(frozen=True)
 class FP8:
-    """The format. block: rows and columns that share a scale, None if all or rows do."""
+    """The format. block: rows and columns that share a scale, None if all or rows do. activations: see `FP8Layout`."""
 
     block: tuple[int, int] | None
-    static: bool = False
+    activations: Activations | None = None
     label: str = "FP8"
-    suffixes: tuple[str, ...] = ("weight", *SCALES)
+    suffixes: tuple[str, ...] = ("weight", *SCALES, INPUT_SCALE)
+    notices: tuple[str, ...] = ()
 
     @property
     def unused(self) -> Mapping[str, str]:
         return INPUT_SCALES
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        return ("8-bit floats are dequantized exactly: no target computes in them yet, nor rounds activations to them",)
-
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> FP8:
         """Raises UnsupportedError, naming the option that cannot be read."""
         option(config, "fmt", ("e4m3", "float8_e4m3fn", None), hint=NOT_FLOAT8)
-        option(config, "activation_scheme", ("dynamic", "static", None), hint="these activation scales are known")
-        return cls(block_of(config.get("weight_block_size"), "weight_block_size"))
+        known = ("dynamic", "static")
+        scheme = option(config, "activation_scheme", known, default="dynamic", hint="these activation scales are known")
+        block = block_of(config.get("weight_block_size"), "weight_block_size")
+        return cls(block, "tensor" if scheme == "static" else "token" if block is None else "group")
 
     def layout(self, module: str, parts: Parts) -> FP8Layout | None:
         weight = need(parts, "weight", module)
         if weight.dtype in FLOATS and len(parts) == 1:
             return None
-        return float8_layout(self.label, module, parts, self.block)
+        return float8_layout(self.label, module, parts, self.block, self.activations)
 
 
-def float8_layout(label: str, module: str, parts: Parts, block: tuple[int, int] | None) -> FP8Layout:
+def float8_layout(
+    label: str, module: str, parts: Parts, block: tuple[int, int] | None, activations: Activations | None
+) -> FP8Layout:
     """Return the layout of an 8-bit float weight. Raises ModelError: its scale is missing or of another shape."""
     weight = typed(parts["weight"], "weight", module, FLOAT8)
     n, k = matrix(weight, "weight", module)
@@ -95,7 +122,12 @@ def float8_layout(label: str, module: str, parts: Parts, block: tuple[int, int] 
     if len(scales) > 1:
         raise ModelError(f"'{module}' has both {scales[0]} and {scales[1]}; only one can be the scale of its weight")
     scale = typed(parts[scales[0]], scales[0], module, FLOATS)
-    return FP8Layout(label, (n, k), scales[0], shared_by(tuple(scale.shape), (n, k), block, f"{module}.{scales[0]}"))
+    if activations == "tensor":
+        one = typed(need(parts, INPUT_SCALE, module), INPUT_SCALE, module, FLOATS)
+        if math.prod(one.shape) != 1:
+            raise ModelError(f"tensor '{module}.{INPUT_SCALE}' has shape {list(one.shape)}, one number was expected")
+    shared = shared_by(tuple(scale.shape), (n, k), block, f"{module}.{scales[0]}")
+    return FP8Layout(label, (n, k), scales[0], shared, activations)
 
 
 def shared_by(

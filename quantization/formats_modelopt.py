@@ -32,12 +32,16 @@ from llmbuild.quantization.formats import (
     take,
     typed,
 )
-from llmbuild.quantization.formats_fp8 import FP8
+from llmbuild.quantization.formats_fp8 import FP8, Activations
 from llmbuild.quantization.integers import Integers, stored_format
 
 NAME = "ModelOpt"
-# quant_algo -> size of the blocks that share a scale
-FLOAT8_KINDS = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": None, "FP8_PB_WO": (128, 128)}
+# quant_algo -> size of the blocks that share a scale, and which activations do
+FLOAT8_KINDS: dict[str, tuple[tuple[int, int] | None, Activations | None]] = {
+    "FP8": (None, "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (None, "token"),
+    "FP8_PB_WO": ((128, 128), None),
+}
 INT4 = "W4A16_AWQ"
 
 
@@ -46,7 +50,7 @@ def parse(config: Mapping[str, Any]) -> Format:
     known = (*FLOAT8_KINDS, INT4)
     algo = option(config, "quant_algo", known, hint="export the model as one of these, or convert the unquantized one")
     if algo != INT4:
-        return FP8(FLOAT8_KINDS[algo], label=NAME)
+        return FP8(*FLOAT8_KINDS[algo], label=NAME)
     option(config, "has_zero_point", (False, None), hint="ModelOpt writes symmetric int4")
     return Int4(group_of(config))
 

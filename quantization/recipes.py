@@ -46,9 +46,12 @@ class KeepStored:
 
     Args:
         kind: Only checkpoints of this kind ("gguf"); None: any that is quantized.
+        float8_products: Whether what is stored as 8-bit floats is multiplied as such, activations too. Else it is
+            dequantized.
     """
 
     kind: str | None = None
+    float8_products: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,37 @@ class SmoothQuant:
         return f"int8 per channel, activations int8 per {shared}, SmoothQuant"
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """Products of 8-bit floats (e4m3): weights rounded to nearest, and activations when they come.
+
+    Args:
+        activations: Which share a scale. PerToken and PerTensor: weights have one for each row. PerGroup(128): 128
+            channels of a token, and blocks of 128 x 128 weights.
+    """
+
+    activations: PerToken | PerTensor | PerGroup = PerToken()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.activations, PerGroup) and self.activations.size != 128:
+            raise ConfigError(f"products of 8-bit floats have blocks of 128 channels, not {self.activations.size}")
+
+    def __str__(self) -> str:
+        if isinstance(self.activations, PerGroup):
+            return "fp8 in blocks of 128 x 128, activations fp8 per 128 channels of a token"
+        shared = "token" if isinstance(self.activations, PerToken) else "tensor"
+        return f"fp8 per channel, activations fp8 per {shared}"
+
+
 NeedsGram = Gptq
 Calibrated = Gptq | Awq | SmoothQuant  # schemes that need statistics of what a linear reads
 Int8Products = Int8 | SmoothQuant
-Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq | Int8 | SmoothQuant
+Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq | Int8 | SmoothQuant | Fp8
+
+
+def observes(scheme: Scheme) -> bool:
+    """Whether a scheme needs statistics of what a linear reads."""
+    return isinstance(scheme, Calibrated) or (isinstance(scheme, Fp8) and isinstance(scheme.activations, PerTensor))
 
 
 KV_CACHES = ("fp8", "int8")
@@ -229,7 +259,19 @@ class Recipe:
         """Whether it needs statistics of what linears read, or of keys and values."""
         if self.kv_cache is not None and self.kv_cache.calibrated:
             return True
-        return any(isinstance(scheme, Calibrated) for scheme in (self.linear, *(rule.scheme for rule in self.layers)))
+        schemes = (self.linear, self.lm_head, *(rule.scheme for rule in self.layers))
+        return any(observes(scheme) for scheme in schemes)
+
+    @property
+    def float8(self) -> str | None:
+        """The name of the recipe, this or that of a rule, that asks for products of 8-bit floats; None if none does."""
+        asked = [(self.name, self.linear), (self.name, self.lm_head), *((r.recipe, r.scheme) for r in self.layers)]
+        return next((name for name, scheme in asked if isinstance(scheme, Fp8)), None)
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether weights may stay as the checkpoint stores them."""
+        return any(isinstance(s, KeepStored) for s in (self.linear, self.lm_head, *(r.scheme for r in self.layers)))
 
     def excludes(self, tensor: str) -> str | None:
         """Return the pattern that excludes a checkpoint tensor, or None."""
@@ -269,6 +311,15 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe("int4-awq", f"{AWQ}, lm_head {INT8}", AWQ, INT8, Plain()),
         Recipe("int4-gptq", f"{GPTQ}, lm_head {INT8}", GPTQ, INT8, Plain()),
+        *(
+            Recipe(name, f"{scheme}, lm_head {'too' if head == scheme else 'plain'}", scheme, head, Plain())
+            for name, scheme, head in (
+                ("fp8", Fp8(), Plain()),
+                ("fp8-lm-head", Fp8(), Fp8()),
+                ("fp8-static", Fp8(PerTensor()), Plain()),
+                ("fp8-block", Fp8(PerGroup(128)), Plain()),
+            )
+        ),
         *(
             Recipe(name, f"{scheme}, lm_head {INT8}", scheme, INT8, Plain())
             for name, scheme in (
@@ -316,6 +367,17 @@ def customized(name: str, exclude: Sequence[str], layers: Sequence[str]) -> Reci
     if "" in exclude:
         raise ConfigError("the pattern is empty", where="--exclude", hint="give one such as '*.o_proj.*'")
     return replace(recipe, exclude=(*recipe.exclude, *exclude), layers=tuple(map(parse_rule, layers)))
+
+
+def multiplying_float8(recipe: Recipe) -> Recipe:
+    """Return a recipe for targets that multiply 8-bit floats: those that a checkpoint stores are kept as such."""
+
+    def with_products(scheme: Scheme) -> Scheme:
+        return replace(scheme, float8_products=True) if isinstance(scheme, KeepStored) else scheme
+
+    rules = tuple(replace(rule, scheme=with_products(rule.scheme)) for rule in recipe.layers)
+    linear, head = with_products(recipe.linear), with_products(recipe.lm_head)
+    return replace(recipe, linear=linear, lm_head=head, layers=rules)
 
 
 def parse_rule(text: str) -> LayerRule:

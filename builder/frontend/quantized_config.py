@@ -88,6 +88,23 @@ def _read(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def stores_float8(described: dict[str, Any] | None) -> bool:
+    """Whether weights are stored as 8-bit floats for products with activations that are rounded to such.
+
+    described: From `stored_quantization`.
+    """
+    if described is None:
+        return False
+    if described["quant_method"] == "modelopt":
+        return described.get("quant_algo") in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    groups = described.get("config_groups")
+    parts = [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+    floats = [
+        all((each.get(k) or {}).get("type") == "float" for k in ("weights", "input_activations")) for each in parts
+    ]
+    return described["quant_method"] == "fp8" or any(floats)
+
+
 def find_format(described: dict[str, Any]) -> Format:
     """Return the format that reads the checkpoint.
 

@@ -15,7 +15,9 @@ from torch import fx
 
 from llmbuild.builder.ir import Concat, Constant, Program, Rewrite, WeightExpr, source_line
 from llmbuild.builder.passes.edit import arg, arguments, call, describe, is_call, replace, size
+from llmbuild.builder.passes.float8_products import held_alike
 from llmbuild.builder.passes.fold_weights import new_weight
+from llmbuild.quantization.float8 import Float8Weight
 
 aten = torch.ops.aten
 
@@ -70,6 +72,8 @@ def why_alone(program: Program, node: fx.Node) -> str | None:
 
 def storage(expr: WeightExpr) -> str:
     """Return how a weight is stored; only weights that agree in it can share a matrix."""
+    if isinstance(expr, Float8Weight):
+        return held_alike(expr)
     block = expr.block_format
     if block is None:
         return str(expr.dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ from torch import fx
 
 from llmbuild.builder.ir import BlockPart, Cast, Program, Rewrite, Stack, WeightExpr
 from llmbuild.builder.passes.edit import arg, arguments, call, describe, dtype, is_call, replace
+from llmbuild.builder.passes.float8_products import float8_weight
 from llmbuild.builder.passes.fold_weights import new_weight
 from llmbuild.builder.passes.int8_products import round_inputs, use_int8
 from llmbuild.builder.passes.keep_stored import check_stored
@@ -27,9 +28,11 @@ from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.compensated import Compensated
 from llmbuild.quantization.expressions import Dequantized, Quantized
+from llmbuild.quantization.float8 import Float8Weight
 from llmbuild.quantization.recipes import (
     Awq,
     Calibrated,
+    Fp8,
     Gptq,
     Int8Products,
     KeepStored,
@@ -37,6 +40,7 @@ from llmbuild.quantization.recipes import (
     Recipe,
     Scheme,
     WeightOnly,
+    observes,
 )
 
 aten = torch.ops.aten
@@ -65,7 +69,7 @@ def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None
     head, routers = lm_head(program), router_weights(program)
     weights = [node for node in program.graph.nodes if program.weight_of(node) is not None]
     choices = {node: choose(program, node, recipe, head, routers) for node in weights}
-    calibrated = {node: choice.scheme for node, choice in choices.items() if isinstance(choice.scheme, Calibrated)}
+    calibrated = {node: choice.scheme for node, choice in choices.items() if observes(choice.scheme)}
     inputs = linear_inputs(program)
     observed = [*inputs, *cache_inputs(program)]
     known = known_inputs(program, observed, recipe, calibrated, calibrate)
@@ -81,7 +85,8 @@ def choose_formats(program: Program, recipe: Recipe, calibrate: Calibrate | None
             reason = "weights alone are in 8 bits: it is not the weight of one linear alone, whose inputs are rounded"
         if reason is not None:
             reasons.setdefault(reason, []).append(node.name)
-        log.count += program.weights[node.name].block_format is not None
+        expr = program.weights[node.name]
+        log.count += expr.block_format is not None or isinstance(expr, Float8Weight)
     for reason, names in reasons.items():
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         log.declined.append(f"{names[0]}{others}: {reason}")
@@ -132,6 +137,8 @@ def choose(program: Program, node: fx.Node, recipe: Recipe, head: fx.Node | None
         if stored.bits <= bits:
             kept = f"kept in {stored.bits} bits as stored ({stored.source}); rounding again to {bits} gains nothing"
             return Choice(KeepStored(), kept)
+    if isinstance(scheme, Fp8) and stored is not None:
+        return Choice(KeepStored(), f"kept in {stored.bits} bits as stored ({stored.source})")
     if isinstance(scheme, Plain) and stored is not None:
         return Choice(scheme, reason or f"dequantized from {stored.source}: recipe {recipe.name!r} keeps {role} plain")
     quantizes = not all(isinstance(s, Plain) for s in (recipe.linear, *(rule.scheme for rule in recipe.layers)))
@@ -155,6 +162,10 @@ def store(program: Program, node: fx.Node, choice: Choice, known: Known | None) 
         program.weights[node.name] = Compensated(expr, scheme, *known)
     elif isinstance(scheme, Plain) and expr.block_format is not None:
         program.weights[node.name] = Dequantized(expr)
+    elif isinstance(scheme, Fp8 | KeepStored):
+        held, said = float8_weight(program, node, scheme, known)
+        program.weights[node.name] = expr if held is None else held
+        return choice.reason or said
     return choice.reason
 
 

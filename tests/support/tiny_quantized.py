@@ -187,6 +187,12 @@ def compressed(format_name: str, weights: dict[str, Any], **other: Any) -> dict[
     }
 
 
+def with_activations(config: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
+    """The same, with activations quantized too."""
+    group = config["config_groups"]["group_0"] | {"input_activations": described}
+    return {**config, "config_groups": {"group_0": group}}
+
+
 def gptq_config(bits: int, group: int, sym: bool, **other: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": False, **other}
 
@@ -195,8 +201,7 @@ AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
 PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 INT = dict(type="int", symmetric=True)
-WIDE = "8-bit floats are dequantized exactly: no target computes in them yet, nor rounds activations to them"
-UNUSED = "not used yet: 14 tensors *.input_scale, scales of activations"
+PER_TOKEN = dict(type="float", symmetric=True, num_bits=8, strategy="token", dynamic=True)
 
 STORED: dict[str, Stored] = {
     "gptq": Stored("GPTQ int4, groups of 32", gptq_config(4, 32, True), gptq(4, 32, sym=True), (4, 32, 8, False)),
@@ -245,21 +250,23 @@ STORED: dict[str, Stored] = {
         compressed("float-quantized", dict(type="float", symmetric=True, num_bits=8, strategy="channel")),
         float8("channel"),
         None,
-        notices=(WIDE,),
     ),
-    "fp8-blocks": Stored(
-        "FP8 float8, blocks of 32 x 16", BLOCKS, float8("block", name="weight_scale_inv"), None, notices=(WIDE,)
+    "float-quantized-dynamic": Stored(
+        "compressed-tensors float8, a scale a row",
+        with_activations(
+            compressed("float-quantized", dict(type="float", symmetric=True, num_bits=8, strategy="channel")), PER_TOKEN
+        ),
+        float8("channel"),
+        None,
     ),
-    "fp8-tensor": Stored(
-        "FP8 float8, one scale", PER_TENSOR, float8("tensor", static=True), None, notices=(WIDE, UNUSED)
-    ),
+    "fp8-blocks": Stored("FP8 float8, blocks of 32 x 16", BLOCKS, float8("block", name="weight_scale_inv"), None),
+    "fp8-tensor": Stored("FP8 float8, one scale", PER_TENSOR, float8("tensor", static=True), None),
     "modelopt-fp8": Stored(
         "ModelOpt float8, one scale",
         None,
         float8("tensor", static=True),
         None,
         modelopt={"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
-        notices=(WIDE, UNUSED),
     ),
     "modelopt-int4": Stored(
         "ModelOpt int4, groups of 32",

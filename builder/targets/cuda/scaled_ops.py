@@ -6,12 +6,11 @@ from llmbuild.builder.passes.edit import arguments, size
 from llmbuild.builder.targets.cuda.gemm_ops import common, flat_rows, kernel_arguments, small_launches
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
+from llmbuild.builder.targets.cuda.sms import FLOAT8_SMS
 from llmbuild.builder.targets.cuda.views import NoRule
 from llmbuild.engine.launch_plan import GemmOp
 from llmbuild.plugins.kernels.gemm_shape import FLOAT8, VECTOR_BYTES, GemmShape
 from llmbuild.plugins.kernels.scaled_gemm import scaled_gemm
-
-FLOAT8_SM = 89  # the first that multiplies float8
 
 
 def scaled_gemm_op(lowered: Lowered, part: Barrier) -> None:
@@ -27,7 +26,7 @@ def scaled_gemm_op(lowered: Lowered, part: Barrier) -> None:
     n, k = (int(dim) for dim in size(w))
     numbers = dtype_name(w.meta["val"].dtype)
     sm = lowered.hardware.sm
-    if numbers == FLOAT8 and sm < FLOAT8_SM:
+    if numbers == FLOAT8 and sm not in FLOAT8_SMS:
         raise NoRule(node, f"SM {sm} has no products of float8")
     if n % VECTOR_BYTES or k % VECTOR_BYTES:
         raise NoRule(node, f"a product of 8-bit numbers {n} x {k}: both must be multiples of {VECTOR_BYTES}")

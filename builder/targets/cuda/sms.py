@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmbuild.errors import ConfigError
 
 SMS = (80, 86, 89, 90, 100, 120)
+FLOAT8_SMS = tuple(sm for sm in SMS if sm >= 89)  # that multiply 8-bit floats
 
 
 def parse_sms(text: str) -> tuple[int, ...]:

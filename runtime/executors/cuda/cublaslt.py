@@ -189,8 +189,8 @@ class Matmul:
 
     def __init__(self, lt: CublasLt, shape: GemmShape, rows: int, workspace: tuple[int, int]) -> None:
         if shape.dtype not in TYPES or shape.number_dtype not in (None, *NUMBERS):
-            numbers = shape.number_dtype or shape.dtype
-            raise LLMBuildError(f"cuBLASLt computes no GEMM of {numbers} into {shape.dtype} here", where=str(shape))
+            read = shape.number_dtype or shape.dtype
+            raise LLMBuildError(f"cuBLASLt computes no GEMM of {read} into {shape.dtype} here", where=str(shape))
         if shape.number_dtype is not None and lt.version < SCALES_VERSION:
             raise EngineError(
                 f"the installed cuBLASLt {lt.version} has no scales for rows of 8-bit floats", hint=NEWER_LIBRARY
