@@ -52,6 +52,23 @@ def widened(block, dtype: tl.constexpr):
 
 
 @triton.jit
+def in_float16(q, q_rest, REST_BLOCK: tl.constexpr):
+    """Queries in float16, and the powers of 2 [M] that their rows were divided by, so that none is too large for it."""
+    wide = q.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    if REST_BLOCK > 0:
+        rest = q_rest.to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where(power > 0.0, power, 1.0)
+    half = (wide / power[:, None]).to(tl.float16)
+    half_rest = half
+    if REST_BLOCK > 0:
+        half_rest = (rest / power[:, None]).to(tl.float16)
+    return half, half_rest, power
+
+
+@triton.jit
 def attend_range(
     acc,
     total,
@@ -89,7 +106,8 @@ def attend_range(
     row of the block table; `keys`, `values` and the scales at the KV head.
     MASKED: causality, the window and the ends are looked at; without it every row sees every key of the range, whose
     length is a multiple of BLOCK_N. Keys below `lowest` are outside of every row's window: their blocks may be gone.
-    KV_SCALES: "none"; "layer": one factor of all keys and one of all values; "token": one per slot and head.
+    KV_SCALES: "none"; "layer": one factor of all keys and one of all values; "token": one per slot and head. With
+    "layer", queries of bfloat16 are multiplied in float16.
     """
     if SOFTCAP is not None or row_slopes is not None:
         factor = LOG2E * 1.0  # the scale is applied before
@@ -97,6 +115,11 @@ def attend_range(
         factor = SCALE * LOG2E
     if KV_SCALES == "layer":
         k_scale = tl.load(k_scales)
+        if q.dtype == tl.bfloat16:
+            # GPUs convert e4m3 to float16, and from there to bfloat16 at a small part of that speed. Weights are at
+            # most 1 here, where no scale of a token multiplies them: float16 holds them too.
+            q, q_rest, power = in_float16(q, q_rest, REST_BLOCK)
+            k_scale = power[:, None] * k_scale
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         present = (positions >= lowest) & (positions < end)

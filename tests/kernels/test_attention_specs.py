@@ -24,6 +24,7 @@ SHAPES = {
     "float32": AttentionShape(8, 2, 64, 64, scale=0.125, dtype="float32", kv_dtype="float32"),
     "int8": replace(LLAMA, kv_dtype="int8", kv_scales="token"),
     "float8": replace(LLAMA, kv_dtype="float8_e4m3fn", kv_scales="layer"),
+    "float8_bits": replace(LLAMA, kv_dtype="uint8", kv_scales="layer"),
 }
 
 

@@ -105,7 +105,7 @@ def test_statistics_that_know_no_cache_are_refused(config: BuildConfig, tmp_path
     program = before_formats(config.model)
     Calibration(replace(config, calibration=tmp_path / "old"))(program, linear_inputs(program), frozenset())
     config = replace(config, calibration=tmp_path / "old", calibration_text=None, calibration_tokens=None)
-    with pytest.raises(ConfigError, match=r"the statistics know nothing of layers\.0\.keys, and of 3 more inputs"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.keys.* 3 more"):
         optimized(config)
 
 

@@ -21,6 +21,7 @@ CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() els
 SM = 10 * CAPABILITY[0] + CAPABILITY[1]
 
 PLAIN = AttentionShape(2, 1, 32, 32, scale=0.2, dtype="float32", kv_dtype="float32")
+FLOAT8 = {"kv_dtype": "float8_e4m3fn", "kv_scales": "layer"}
 # What to replace in PLAIN for each feature that both kernels have.
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -42,6 +43,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16", "kv_dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
     "float8_layer": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "kv_scales": "layer"},
+    "float8_bits": {"dtype": "bfloat16", "kv_dtype": "uint8", "kv_scales": "layer"},
+    "float8_192_128": {"head_dim": 192, "value_dim": 128, "dtype": "bfloat16"} | FLOAT8,
     "float8_softcap": {"dtype": "float16", "kv_dtype": "float8_e4m3fn", "kv_scales": "layer", "softcap": 1.5},
     "int8_token": {"dtype": "bfloat16", "kv_dtype": "int8", "kv_scales": "token"},
     "int8_layer": {"dtype": "float32", "kv_dtype": "int8", "kv_scales": "layer"},
@@ -127,6 +130,11 @@ class Pool:
     scales: Tensor | None
     per_token: bool
 
+    @property
+    def bits(self) -> bool:
+        """Whether the numbers are those of float8_e4m3fn."""
+        return self.numbers.dtype == torch.uint8
+
     def fill(self, slots: Tensor, random: torch.Generator) -> Tensor:
         """Store random rows at `slots`; return them in float32, as the pool holds them."""
         wanted = torch.randn(len(slots), *self.numbers.shape[1:], generator=random)
@@ -138,9 +146,9 @@ class Pool:
         else:
             scale = self.scales
         stored = wanted / scale
-        if not self.numbers.dtype.is_floating_point:
+        if self.numbers.dtype == torch.int8:
             stored = stored.round().clamp(-128, 127)
-        stored = stored.to(self.numbers.dtype)
+        stored = stored.to(torch.float8_e4m3fn if self.bits else self.numbers.dtype)
         bits = torch.uint8 if stored.element_size() == 1 else stored.dtype  # torch cannot index float8
         self.numbers.view(bits)[slots] = stored.view(bits)
         return stored.float() * scale
@@ -149,13 +157,14 @@ class Pool:
 def new_pool(shape: AttentionShape, slots: int, width: int, layer_scale: float) -> Pool:
     """A pool of `slots` slots that holds nothing but poison."""
     dtype = getattr(torch, shape.kv_dtype)
-    poison = NAN if dtype.is_floating_point else 127
+    floats = dtype.is_floating_point or shape.kv_dtype == "uint8"
+    poison = NAN if dtype.is_floating_point else 127  # as bits of float8_e4m3fn, NaN as well
     numbers = torch.full((slots, shape.kv_heads, width), poison, dtype=torch.float32).to(dtype)
     scales = None
     if shape.kv_scales == "token":
         scales = torch.full((slots, shape.kv_heads), NAN)
     if shape.kv_scales == "layer":
-        scales = torch.tensor([layer_scale if dtype.is_floating_point else layer_scale / 16])
+        scales = torch.tensor([layer_scale if floats else layer_scale / 16])
     return Pool(numbers, scales, shape.kv_scales == "token")
 
 
