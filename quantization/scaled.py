@@ -22,7 +22,7 @@ from llmbuild.quantization.expressions import Source, name_of
 from llmbuild.quantization.primitives import refuse_non_finite
 
 PIECE = 1 << 22  # elements of a weight that are read at once
-TRIED_ROWS = 1024  # of all weights that read the input together; more change which s is best no more
+TRIED_ROWS = 512  # of all weights that read the input together; more change which s is best no more
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from llmbuild.builder.targets.cpu.lower import (
     attention_paged,
     embedding,
     experts,
+    integers,
     linear,
     norms,
 )
@@ -24,12 +25,13 @@ COMMON: dict[Any, Rule] = {
     **pointwise.RULES,
     **norms.RULES,
     **linear.RULES,
+    **integers.RULES,
     **embedding.RULES,
     **rope.RULES,
     **router.RULES,
     **experts.RULES,
 }
-TYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
+TYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool})
 ATTENTION = torch.ops.llmbuild.paged_attention.default
 
 
