@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python tools/serve_once.py ENGINE [ENGINE ...]
 
-Prompts of random ids arrive at once, some longer than a block, some sampled; what an engine answers is printed. No torch
+Prompts of random ids arrive at once, some longer than a block, some sampled; the answers are printed. No torch
 is imported, so that the tool sees the engine's kernels and the GEMM library's alone.
 """
 
