@@ -1,6 +1,6 @@
 """An engine of the cuda target without weights, for a published shape: what benchmarks serve with random weights.
 
-    python bench/plan_engine.py llama-3.1-8b ENGINE [--sm 90] [--quant fp8] [--max-num-tokens 8192]
+    python bench/plan_engine.py llama-3.1-8b ENGINE [--sm 90] [--quant fp8] [--kv-cache-dtype fp8]
 
 --weights writes a file of noise for them, to time a start from disk. Prints a JSON line with the seconds that each part
 of the build took.
@@ -37,6 +37,7 @@ def write_plan_engine(
     sm: str,
     dtype: str,
     quant: str,
+    kv_cache_dtype: str,
     max_batch_size: int,
     max_num_tokens: int,
     max_seq_len: int,
@@ -54,7 +55,7 @@ def write_plan_engine(
     from llmbuild.builder.targets.base import CompileOptions, Limits
     from llmbuild.builder.targets.cuda.target import WEIGHTS, write_plans
     from llmbuild.engine.writer import EngineWriter
-    from llmbuild.quantization.recipes import find_recipe
+    from llmbuild.quantization.recipes import KvCache, find_recipe
 
     seconds = {"import": time.perf_counter() - begin}
 
@@ -65,7 +66,8 @@ def write_plan_engine(
         make_config(shape).save_pretrained(folder)
         program = load_program(Path(folder), dtype=getattr(torch, dtype), dry=True)
     lap("trace")
-    recipe = find_recipe(quant)
+    cache = None if kv_cache_dtype == "auto" else KvCache(kv_cache_dtype)  # type: ignore[arg-type]
+    recipe = replace(find_recipe(quant), kv_cache=cache)
     optimize(program, recipe, calibrate=lambda *_: NothingKnown())
     lap("passes")
     limits = Limits(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len)
@@ -81,7 +83,7 @@ def write_plan_engine(
             target=sections.target("cuda", compiled),
             precision=sections.precision(dtype, quant, compiled),
             limits=sections.limits(limits),
-            kv_cache=sections.kv_cache(program, dtype, limits, None),
+            kv_cache=sections.kv_cache(program, dtype, limits, cache),
             build=sections.build(Choices("cuda", quant, recipe), dtype, limits, sm),
         )
         lap("write")
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--sm", default="90")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quant", default="none", help="name of a recipe")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto")
     parser.add_argument("--max-batch-size", type=int, default=256)
     parser.add_argument("--max-num-tokens", type=int, default=8192)
     parser.add_argument("--max-seq-len", type=int, default=8704)

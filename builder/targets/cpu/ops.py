@@ -29,8 +29,9 @@ def _(qkv, cos, sin, interleaved, q_heads, kv_heads, key_width, value_width, *re
     q, k, v = (part.unflatten(-1, (-1, width)) for part, width in _split(qkv, widths, key_width, value_width))
     if cos is not None:
         q, k = (torch.ops.llmbuild.rope(x, cos, sin, interleaved) for x in (q, k))
-    *rest, int8 = rest
-    return (torch.ops.llmbuild_cpu.paged_attention_int8 if int8 else torch.ops.llmbuild.paged_attention)(q, k, v, *rest)
+    *others, int8 = rest
+    attention = torch.ops.llmbuild_cpu.paged_attention_int8 if int8 else torch.ops.llmbuild.paged_attention
+    return attention(q, k, v, *others)
 
 
 def _split(qkv: Tensor, widths: list[int], key_width: int, value_width: int) -> list[tuple[Tensor, int]]:

@@ -52,7 +52,7 @@ def computed_operands(node: fx.Node) -> list[fx.Node]:
     if kind == "attention":
         optional = (arguments(node)[place] for place in CACHE_SCALES)
         computed = [scale for scale in optional if scale is not None and scale.op != "placeholder"]
-        return [*node.args[:3], *computed]  # type: ignore[list-item]
+        return [*node.args[:3], *computed]
     return [node.args[place] for place in places]  # type: ignore[misc]
 
 
