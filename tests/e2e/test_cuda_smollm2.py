@@ -87,20 +87,29 @@ def test_float32_tokens_are_those_of_transformers(
 def test_bfloat16_picks_the_tokens_of_transformers(
     name: str, engines: dict[str, Path], texts: list[list[int]], reference: torch.nn.Module
 ) -> None:
-    """Teacher-forced, after every beginning of every text."""
+    """Teacher-forced, after every beginning of every text.
+
+    bfloat16 of transformers itself picks another token than its float32 at 1.7% of the places, and at 0.8% with another
+    form of attention: two roundings of near-ties. So ours must be as near to float32 as theirs, and near to theirs.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with LLM(engines[name], kv_cache_blocks=512) as llm:
         found = [
             [answer.outputs[0].token_ids[0] for answer in llm.generate(beginnings(text), params)] for text in texts
         ]
     half = copy.deepcopy(reference).to(torch.bfloat16)
-    agreed = total = 0
+    agreed = ours = theirs = total = 0
     for text, chosen in zip(texts, found, strict=True):
+        exact = logits_after(reference, text)[:-1].argmax(-1)
         expected = logits_after(half, text)[:-1].argmax(-1)
-        agreed += int((torch.tensor(chosen) == expected).sum())
+        picked = torch.tensor(chosen)
+        agreed += int((picked == expected).sum())
+        ours += int((picked == exact).sum())
+        theirs += int((expected == exact).sum())
         total += len(chosen)
-    print(f"{name}: {agreed} of {total} tokens agree")
-    assert agreed >= 0.99 * total
+    print(f"{name}: of {total}, like transformers {agreed}, like float32 {ours}, transformers like float32 {theirs}")
+    assert agreed >= 0.98 * total
+    assert ours >= theirs - 0.005 * total
 
 
 def beginnings(text: list[int]) -> list[list[int]]:
