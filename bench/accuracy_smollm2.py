@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 PACKAGES = ("llmbuild", "torch", "transformers", "tokenizers", "numpy")
 KEPT_AS_STORED = ("gguf", "stored")  # what is compared is the rounding of float weights
 BFLOAT16 = "bfloat16"
+CACHES = {"kv-fp8": "fp8", "kv-int8": "int8"}  # the plain model with a KV cache in 8 bits
 
 
 def contenders() -> list[str]:
-    """Names of all that is measured: the plain model in two dtypes, then every recipe that rounds."""
+    """Names of all that is measured: the plain model in two dtypes and with caches in 8 bits, then every recipe."""
     from llmbuild.quantization.recipes import RECIPES
 
-    return ["none", BFLOAT16, *(name for name in RECIPES if name not in ("none", *KEPT_AS_STORED))]
+    return ["none", BFLOAT16, *CACHES, *(name for name in RECIPES if name not in ("none", *KEPT_AS_STORED))]
 
 
 def dequantize(gguf: Path, folder: Path) -> None:
@@ -74,11 +75,13 @@ def optimized(model: Path, contender: str) -> Program:
     from llmbuild.builder.build import BuildConfig
     from llmbuild.builder.calibration import Calibration
     from llmbuild.builder.pipeline import optimize
-    from llmbuild.quantization.recipes import find_recipe
+    from llmbuild.quantization.recipes import KvCache, find_recipe
 
-    name = "none" if contender == BFLOAT16 else contender
+    name = "none" if contender in (BFLOAT16, *CACHES) else contender
     program = copy_program(traced(model, BFLOAT16 if contender == BFLOAT16 else "float32"))
     recipe = find_recipe(name)
+    if contender in CACHES:
+        recipe = replace(recipe, kv_cache=KvCache(CACHES[contender]))  # type: ignore[arg-type]
     statistics = model.with_name(f"calibration-{type(recipe.linear).__name__}.safetensors")
     shared = statistics if recipe.calibrated else None
     config = BuildConfig(model=model, output=model.with_name("engine"), quant=name, calibration=shared)

@@ -34,7 +34,8 @@ def kv_store_scaled(
 
     k [T, HEADS, HEAD_DIM] with K_STRIDE elements from token to token, v [T, HEADS, V_HEAD_DIM] alike; pools
     [slots, HEADS, size]; scales float32 [slots, HEADS]; slots int32 [T], negative: left out. The BLOCKs are the sizes,
-    rounded up to powers of 2. Grid: (T, 2), keys and values.
+    rounded up to powers of 2. Rows that are not finite are zeros with the scale infinity, as in `cache_rounding`.
+    Grid: (T, 2), keys and values.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -64,9 +65,12 @@ def store_heads(
     inside = (heads[:, None] < HEADS) & (columns[None, :] < SIZE)
     offsets = heads[:, None] * SIZE + columns[None, :]
     x = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), LARGEST)
-    divisor = tl.where(scale > 0.0, scale, 1.0)  # a row of zeros: scale 0, numbers 0
-    tl.store(pool + offsets, to_byte(tl.div_rn(x, divisor[:, None]), pool), mask=inside)
+    magnitude = tl.where(x == x, tl.abs(x), float("inf"))  # a maximum passes over NaN
+    scale = tl.div_rn(tl.max(magnitude, axis=1), LARGEST)
+    usable = (scale > 0.0) & (scale < float("inf"))  # a row of zeros: scale 0, numbers 0
+    divisor = tl.where(usable, scale, 1.0)
+    numbers = tl.where(usable[:, None], tl.div_rn(x, divisor[:, None]), 0.0)
+    tl.store(pool + offsets, to_byte(numbers, pool), mask=inside)
     tl.store(scales + heads, scale, mask=heads < HEADS)
 
 

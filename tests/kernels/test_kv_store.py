@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbuild.builder.targets.cuda.aot import compile_spec
+from llmbuild.plugins.cache_rounding import round_int8
 from llmbuild.plugins.kernels.kv_store import BYTES, FLOATS, kv_store, kv_store_spec, parts, store_constants
 from llmbuild.plugins.kernels.kv_store_scaled import kv_store_scaled, kv_store_scaled_spec, scaled_constants
 from support.kernels import run
@@ -104,6 +105,22 @@ def test_bytes_with_a_scale_for_each_token_and_head(tokens, heads, sizes, dtype,
         expected[written] = quantized(x, divisor[..., None], pool_dtype)
         assert torch.equal(scale, expected_scale)
         assert torch.equal(pool, expected)
+
+
+def test_int8_rows_are_those_of_the_reference_whatever_they_hold() -> None:
+    """Zeros, one value, an outlier, NaN and infinity: what row programs store, and the oracle."""
+    nan, inf = float("nan"), float("inf")
+    rows = [[0.0] * 4, [-2.5] * 4, [1e4, 1e-3, -39.4, 0.0], [nan, 1.0, 2.0, 3.0], [1.0, -inf, 2.0, 3.0]]
+    x = torch.tensor(rows).reshape(5, 1, 4)
+    pools, scales = (
+        [torch.full((5, 1, 4), 7, dtype=torch.int8) for _ in range(2)],
+        [torch.zeros(5, 1), torch.zeros(5, 1)],
+    )
+    constants = scaled_constants("int8", 1, 4, 4, 4, 4)
+    run(kv_store_scaled, (5, 2), x, x, *pools, torch.arange(5, dtype=torch.int32), *scales, **constants)
+    numbers, scale = round_int8(x)
+    for pool, found in zip(pools, scales, strict=True):
+        assert torch.equal(pool, numbers) and torch.equal(found, scale[..., 0])
 
 
 SMS = [80, 90, *(pytest.param(sm, marks=pytest.mark.slow) for sm in (86, 89, 100, 120))]
