@@ -1,0 +1,81 @@
+"""W8A8 INT8 plans of whole models in the interpreter against the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.ir import Program
+from llmbuild.builder.oracle import Oracle
+from llmbuild.builder.passes.edit import arg
+from llmbuild.builder.pipeline import optimize
+from llmbuild.builder.targets.base import Limits
+from llmbuild.builder.targets.cuda.lowering import Planned, plan_program
+from llmbuild.builder.targets.cuda.partition import Launch, partition
+from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
+from llmbuild.engine.launch_plan import GemmOp
+from llmbuild.plugins.attention_reference import PagedState
+from llmbuild.quantization.recipes import find_recipe
+from support.calibrated import gathered
+from support.packed_driver import Request, drive
+from support.plans import HARDWARE
+from support.tiny_models import save_tiny, tiny_model
+
+LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
+TOKENS = np.random.default_rng(1).integers(3, 250, 26).tolist()
+
+
+def program_of(family: str, recipe: str, directory: Path) -> Program:
+    path = save_tiny(tiny_model(family), directory / "model", tokenizer=False)
+    program = load_program(path, dtype=torch.float32)
+    optimize(program, find_recipe(recipe), calibrate=gathered([TOKENS]))
+    return program
+
+
+def errors(program: Program, planned: Planned) -> np.ndarray:
+    """Return the largest difference of each row of logits to the oracle's, relative to the largest logit."""
+    requests = [Request(TOKENS[:20], prompt=18), Request(TOKENS[20:24], prompt=1, arrives=1)]
+    state, oracle = PagedState(num_blocks=8, block_size=8), Oracle(program)
+    run = PlanInterpreter(planned, num_blocks=8).forward
+    expected = np.concatenate(drive(lambda s: oracle.run(s, state).numpy(), requests, num_blocks=8, all_rows=False))
+    found = np.concatenate(drive(run, requests, num_blocks=8, all_rows=False))
+    asked = ~np.isnan(expected).any(axis=1)
+    return np.abs(found - expected)[asked].max(axis=1) / np.abs(expected[asked]).max()
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("llama", "int8"), ("llama", "int8-sq"), ("llama", "int8-sq-static"), ("qwen3", "int8-sq"), ("mixtral", "int8")],
+)
+def test_a_plan_computes_what_the_oracle_does(family: str, recipe: str, few: bool, tmp_path: Path) -> None:
+    """Integers are summed exactly, so that only a value on the edge between two levels may fall otherwise."""
+    if few and recipe != "int8-sq":
+        pytest.skip("kernels for few rows are the same for every recipe")
+    program = program_of(family, recipe, tmp_path)
+    planned = plan_program(program, LIMITS, dataclasses.replace(HARDWARE, small_gemms=few))
+    products = [op for op in planned.plan.ops if isinstance(op, GemmOp) and op.number_dtype == "int8"]
+    assert len(products) == (2 * 2 if family == "mixtral" else 2 * 4)
+    found = errors(program, planned)
+    assert np.median(found) < 1e-5 and found.max() < 0.02
+
+
+def test_row_programs_leave_integers_and_scales_and_no_floats_for_products(tmp_path: Path) -> None:
+    """Rounding is part of the program that makes a value: none is written as floats to be rounded by another."""
+    program = program_of("llama", "int8-sq", tmp_path)
+    parts = partition(program)
+    launches = [part for part in parts.parts if isinstance(part, Launch)]
+    made = {name for part in launches for name in part.arguments[: len(part.kernel.outputs)]}
+    rounded = [arg(node, 0) for node in program.graph.nodes if "quantize_rows" in str(node.target)]
+    assert len(rounded) == 8 and not made & {x.name for x in rounded}
+    readers = [part for part in parts.parts if not isinstance(part, Launch) and part.kind == "scaled_gemm"]
+    assert {parts.buffers[view.buffer].dtype for part in readers for view in part.inputs} == {
+        torch.int8,
+        torch.float32,
+    }
+    assert len(readers) == 8 and len({view.buffer for part in readers for view in part.inputs}) == 16
