@@ -31,12 +31,14 @@ class CompileOptions:
     """dtype: computation dtype name ("float32"). progress(done, total, label): called while weights are written.
 
     sm: kinds of GPU, "80,90"; None for all that are known. Only for targets that compile for GPUs.
+    builder_options: "NAME=VALUE" each, for targets whose builder is the vendor's.
     """
 
     limits: Limits
     dtype: str
     progress: Callable[[int, int, str], None] | None = None
     sm: str | None = None
+    builder_options: tuple[str, ...] = ()
 
 
 @dataclass
@@ -47,12 +49,14 @@ class CompiledTarget:
     toolchain: package -> version that built it.
     section: target-specific JSON values the executor needs (file names, input order). Deterministic.
     weight_bytes: bytes of weights by storage format ("float32", "Q4_1"), for the report.
+    block_size: tokens a KV block of this engine, where the target does not take what the limits say.
     """
 
     requires: dict[str, str]
     toolchain: dict[str, str]
     section: dict[str, Any]
     weight_bytes: dict[str, int] = field(default_factory=dict)
+    block_size: int | None = None
 
 
 class Target(Protocol):

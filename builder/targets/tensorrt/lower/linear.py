@@ -16,6 +16,7 @@ import torch
 from onnx import TensorProto
 from torch import fx
 
+from llmbuild.builder.ir import Program
 from llmbuild.builder.passes.edit import arguments, dtype, rank, size
 from llmbuild.builder.targets.onnx_graph.blocks import Array, Blocks, blocks_of, dequantized
 from llmbuild.builder.targets.onnx_graph.emitter import Emitter, numpy_dtype
@@ -102,6 +103,19 @@ def block_weight(e: Emitter, weight: Blocks, want: torch.dtype, experts: int | N
     s = e.external_once(f"{weight.name}.scale.{named}", scales)
     form = {"axis": 0} if per_row else {"axis": len(rows), "block_size": weight.block_size}
     return e.shared((f"{weight.name}.{named}",), lambda: e.op("DequantizeLinear", q, s, **form))
+
+
+def quantized_weights(program: Program) -> Iterator[tuple[Any, ...]]:
+    """Yield what `blocks_of` takes for each quantized weight that the graph reads."""
+    for node in program.graph.nodes:
+        args = arguments(node) if node.op == "call_function" else ()
+        if node.target is llmbuild.linear_blockwise.default:
+            yield (*args[1:4], *args[5:8])
+        elif node.target is llmbuild.embedding_blockwise.default:
+            yield args[1:7]
+        elif node.target is llmbuild.moe_experts_blockwise.default:
+            for at in (3, 7):
+                yield (*args[at : at + 3], *args[at + 3][1:])
 
 
 def why_wide(weight: Blocks) -> str | None:

@@ -1,0 +1,147 @@
+"""The process that runs TensorRT-RTX's builder: `python -m llmbuild.builder.targets.tensorrt.build_process`.
+
+It reads one JSON object on stdin, works in the current directory and writes the engine there; stdout gets one JSON
+object, what happened. A process of its own for three reasons: a crash of the builder becomes a message; torch is not in
+its memory; and TensorRT orders what it writes by address, so that the same bytes come out only where addresses are the
+same. Hence one thread, no randomised addresses where the system allows that, and relative paths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ADDR_NO_RANDOMIZE = 0x0040000
+AGAIN = "LLMBUILD_ADDRESSES"  # set once the process has tried to fix its addresses
+
+
+def fix_addresses() -> None:
+    """Start this process again without address randomisation; go on as it is where that is not allowed."""
+    if AGAIN in os.environ:
+        return
+    os.environ[AGAIN] = "fixed"
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "personality"):
+        return
+    now = libc.personality(0xFFFFFFFF)
+    if now == -1 or libc.personality(now | ADDR_NO_RANDOMIZE) == -1:
+        return
+    os.execv(sys.executable, [sys.executable, "-m", "llmbuild.builder.targets.tensorrt.build_process"])
+
+
+def main() -> None:
+    fix_addresses()
+    order = json.load(sys.stdin)
+    print(json.dumps(build(order)))
+
+
+def build(order: dict[str, Any]) -> dict[str, Any]:
+    """Build what `order` says. Returns {"errors": [...]} or {"log": lines, "network": layers}."""
+    import tensorrt_rtx as trt
+
+    class Log(trt.ILogger):
+        """Keeps errors, and of the rest what tells about layers and memory."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.kept: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+            elif message.startswith(("Layers:", "Total Activation Memory", "Total Weights Memory")):
+                self.kept.append(message)
+
+    log = Log()
+    builder = trt.Builder(log)
+    builder.max_threads = 1
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    weights = Weights(Path(order["weights"]))
+    parser.load_model_proto(Path(order["model"]).read_bytes())
+    for name in order["initializers"]:
+        address, size = weights.place(name)
+        if not parser.load_initializer(name, address, size):
+            return {"errors": [f"the initializer {name} was not taken", *log.errors]}
+    if not parser.parse_model_proto():
+        found = [parser.get_error(at) for at in range(parser.num_errors)]
+        return {"errors": log.errors, "refused": [[error.node_name(), error.desc()] for error in found]}
+    config = configuration(trt, builder, order)
+    with Path(order["engine"]).open("wb") as file:
+        if not builder.build_serialized_network_to_stream(network, config, writer(trt, file)):
+            return {"errors": log.errors or ["the builder gave no reason"]}
+    return {"log": log.kept, "network": network_layers(network)}
+
+
+class Weights:
+    """A safetensors file, mapped. TensorRT reads from the mapping, so that there is no second copy of the model."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._header = json.loads(file.read(length))
+            self._mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)) + 8 + length
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return address and size in bytes of a tensor."""
+        begin, end = self._header[name]["data_offsets"]
+        return self._start + begin, end - begin
+
+
+def writer(trt: Any, file: Any) -> Any:
+    class Writer(trt.IStreamWriter):
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: Any) -> int:
+            written: int = file.write(data)
+            return written
+
+    return Writer()
+
+
+def configuration(trt: Any, builder: Any, order: dict[str, Any]) -> Any:
+    """Return the builder's configuration: profiles, GPUs and options."""
+    config = builder.create_builder_config()
+    for shapes in order["profiles"]:
+        profile = builder.create_optimization_profile()
+        for name, (least, usual, most) in shapes.items():
+            profile.set_shape(name, least, usual, most)
+        config.add_optimization_profile(profile)
+    config.num_compute_capabilities = len(order["sms"])
+    for at, sm in enumerate(order["sms"]):
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), at)
+    options = order["options"]
+    config.profiling_verbosity = getattr(trt.ProfilingVerbosity, options["verbosity"].upper())
+    if options["optimization_level"] is not None:
+        config.builder_optimization_level = options["optimization_level"]
+    if options["workspace"] is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options["workspace"])
+    if options["max_aux_streams"] is not None:
+        config.max_aux_streams = options["max_aux_streams"]
+    if options["tiling"] is not None:
+        config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options["tiling"].upper())
+    if options["weight_streaming"]:
+        config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+    if not options["tf32"]:
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if options["sparsity"]:
+        config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+    return config
+
+
+def network_layers(network: Any) -> list[list[str]]:
+    """Return (name, kind) of every layer before fusion."""
+    layers = (network.get_layer(at) for at in range(network.num_layers))
+    return [[layer.name, str(layer.type).removeprefix("LayerType.")] for layer in layers]
+
+
+if __name__ == "__main__":
+    main()

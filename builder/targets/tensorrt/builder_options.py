@@ -1,0 +1,138 @@
+"""Options of TensorRT's builder, under the names that trtexec has: `--builder-option NAME=VALUE`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from llmbuild.errors import ConfigError, UnsupportedError, nearest
+from llmbuild.units import parse_size
+
+VERBOSITIES = ("none", "layer_names_only", "detailed")
+TILINGS = ("none", "fast", "moderate", "full")
+OPTION = "--builder-option"
+
+# What trtexec has too and tensorrt-rtx cannot do without a GPU, each with the reason.
+NOT_HERE = {
+    "timingCacheFile": "tensorrt-rtx times nothing while it builds; kernels are chosen on the GPU that runs the engine",
+    "stripWeights": "tensorrt-rtx strips an engine of its weights only with the GPU at hand that it is for",
+    "refit": "tensorrt-rtx makes refittable engines only with the GPU at hand that they are for",
+    "versionCompatible": "the lean runtime that such engines carry is not part of tensorrt-rtx",
+    "hardwareCompatibilityLevel": "name the GPUs with --sm: one engine holds code for all of them",
+}
+
+
+@dataclass(frozen=True)
+class BuilderOptions:
+    """What the builder is told. None leaves the choice to TensorRT.
+
+    Args:
+        optimization_level: 0 to 5.
+        verbosity: What an engine tells about its layers; `llmbuild inspect` shows it.
+        workspace: Most bytes of scratch memory.
+        max_aux_streams: Streams beside the main one.
+        tiling: How hard tiling across layers is looked for.
+        weight_streaming: Whether weights may stay in host memory while the engine runs.
+        tf32: Whether float32 products may round their inputs.
+        sparsity: Whether 2:4 sparse weights are looked for.
+        prefill_batch: Most prompts in one run.
+    """
+
+    optimization_level: int | None = None
+    verbosity: str = "detailed"
+    workspace: int | None = None
+    max_aux_streams: int | None = None
+    tiling: str | None = None
+    weight_streaming: bool = False
+    tf32: bool = True
+    sparsity: bool = False
+    prefill_batch: int = 4
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse(options: Sequence[str]) -> BuilderOptions:
+    """Read "NAME=VALUE" each; "NAME" alone switches something on.
+
+    Raises:
+        ConfigError: A name or value is unknown, or a name is given twice.
+        UnsupportedError: trtexec knows the name, tensorrt-rtx cannot do it here.
+    """
+    result, seen = BuilderOptions(), set()
+    for text in options:
+        name, _, value = text.partition("=")
+        if name in NOT_HERE:
+            raise UnsupportedError(f"{name}: {NOT_HERE[name]}", where=OPTION, hint="leave it out")
+        if name not in READERS:
+            raise ConfigError(f"unknown builder option {name!r}", where=OPTION, hint=nearest(name, list(READERS)))
+        if name in seen:
+            raise ConfigError(f"the builder option {name} is given twice", where=OPTION, hint="give it once")
+        seen.add(name)
+        field, read = READERS[name]
+        result = replace(result, **{field: read(name, value)})
+    return result
+
+
+def number(least: int, most: int) -> Any:
+    def read(name: str, value: str) -> int:
+        if not value.isdecimal() or not least <= int(value) <= most:
+            raise wrong(name, value, f"a number from {least} to {most}")
+        return int(value)
+
+    return read
+
+
+def one_of(allowed: Sequence[str]) -> Any:
+    def read(name: str, value: str) -> str:
+        if value not in allowed:
+            raise wrong(name, value, " or ".join(allowed))
+        return value
+
+    return read
+
+
+def switch(on: bool) -> Any:
+    """`on`: what the name alone means."""
+
+    def read(name: str, value: str) -> bool:
+        if value not in ("", "true", "false"):
+            raise wrong(name, value, f"true or false, or {name} alone")
+        return on if value != "false" else not on
+
+    return read
+
+
+def sparse(name: str, value: str) -> bool:
+    if value not in ("enable", "disable"):
+        raise wrong(name, value, "enable or disable")
+    return value == "enable"
+
+
+def workspace(name: str, value: str) -> int:
+    """trtexec's "workspace:SIZE"; a bare number is in MiB there."""
+    pool, _, size = value.partition(":")
+    if pool != "workspace":
+        raise wrong(name, value, "workspace:SIZE, such as workspace:2GiB")
+    try:
+        return int(size) << 20 if size.isdecimal() else parse_size(size)
+    except ValueError as error:
+        raise wrong(name, value, f"workspace:SIZE ({error})") from None
+
+
+def wrong(name: str, value: str, allowed: str) -> ConfigError:
+    return ConfigError(f"the builder option {name} is {value!r}", where=OPTION, hint=f"allowed: {allowed}")
+
+
+READERS: dict[str, tuple[str, Any]] = {
+    "builderOptimizationLevel": ("optimization_level", number(0, 5)),
+    "profilingVerbosity": ("verbosity", one_of(VERBOSITIES)),
+    "memPoolSize": ("workspace", workspace),
+    "maxAuxStreams": ("max_aux_streams", number(0, 64)),
+    "tilingOptimizationLevel": ("tiling", one_of(TILINGS)),
+    "allowWeightStreaming": ("weight_streaming", switch(True)),
+    "noTF32": ("tf32", switch(False)),
+    "sparsity": ("sparsity", sparse),
+    "prefillBatchSize": ("prefill_batch", number(1, 1024)),
+}
