@@ -40,7 +40,7 @@ def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-@torch.library.impl("llmbuild::paged_attention", "CPU")
+@torch.library.impl("llmbuild::paged_attention", ("cpu", "cuda"))
 def _(q, k, v, layer, scale, window=None, softcap=None, sinks=None, alibi_slopes=None, k_scale=None, v_scale=None):
     rules = {"window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
     state = attention_reference.current_state()
