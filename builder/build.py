@@ -77,7 +77,8 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
         if config.measures_accuracy:
             from llmbuild.builder.accuracy.build import MeasuredBuild
 
-            measured = MeasuredBuild(config, choices.quant)
+            cache = choices.recipe.kv_cache
+            measured = MeasuredBuild(config, choices.quant, quantized_cache=cache is not None)
         optimize(program, choices.recipe, calibrate=statistics, after_pass=measured.after_pass if measured else None)
     estimate = memory.estimate(program)
     memory.check(estimate, config.memory_limit)

@@ -23,11 +23,13 @@ class MeasuredBuild:
     Args:
         config: With thresholds or a text.
         quant: Name of the recipe.
+        quantized_cache: Whether the KV cache is not in the computation dtype.
     """
 
-    def __init__(self, config: BuildConfig, quant: str) -> None:
+    def __init__(self, config: BuildConfig, quant: str, *, quantized_cache: bool) -> None:
         self.config = config
         self.quant = quant
+        self.quantized_cache = quantized_cache
         self.thresholds = Thresholds(**config.thresholds)
         self.reference: Program | None = None
         self.measured: Measured | None = None
@@ -58,7 +60,8 @@ class MeasuredBuild:
         max_memory = self.config.memory_limit
         self.measured = measure(self.reference, program, text, windows, max_memory=max_memory, progress=progress)
         self.reference = None  # its weights are not held while the engine's are written
-        check(self.thresholds, self.measured.figures, self.measured.layers, self.quant)
+        figures, layers = self.measured.figures, self.measured.layers
+        check(self.thresholds, figures, layers, self.quant, quantized_cache=self.quantized_cache)
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Write `accuracy.svg` into an engine and return the record for `report.json`."""

@@ -9,7 +9,7 @@ its weight (also as one of the parts of a merged linear), attention and blocks b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from llmbuild.builder.passes.stack_experts import UP
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
+WEIGHTED = ("linear", "embedding", "experts")  # kinds of layers with weights
 
 
 class Layer(NamedTuple):
@@ -55,10 +56,10 @@ class LayerErrors(NamedTuple):
     errors: tuple[LayerError, ...]
     unmatched: tuple[Layer, ...]
 
-    def worst(self, count: int = 3) -> list[LayerError]:
-        """Return the layers with weights that add most themselves."""
-        weighted = [each for each in self.errors if each.layer.kind in ("linear", "embedding", "experts")]
-        return sorted(weighted, key=lambda each: (-each.own, each.layer))[:count]
+    def worst(self, count: int = 3, kinds: Collection[str] = WEIGHTED) -> list[LayerError]:
+        """Return the layers that add most themselves: of those with weights, or of other kinds."""
+        found = [each for each in self.errors if each.layer.kind in kinds]
+        return sorted(found, key=lambda each: (-each.own, each.layer))[:count]
 
 
 def layer_errors(reference: Runner, candidate: Runner, window: Window) -> LayerErrors:

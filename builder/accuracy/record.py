@@ -87,26 +87,42 @@ def layers_to_list(layers: LayerErrors) -> list[dict[str, Any]]:
     ]
 
 
-def check(thresholds: Thresholds, figures: Figures, layers: LayerErrors | None, quant: str | None) -> None:
+def check(
+    thresholds: Thresholds,
+    figures: Figures,
+    layers: LayerErrors | None,
+    quant: str | None,
+    *,
+    quantized_cache: bool = False,
+) -> None:
     """Raise AccuracyError when a threshold is missed.
 
     Args:
         layers: Errors of the layers, where they are known.
         quant: The recipe that was built, where one was.
+        quantized_cache: Whether the KV cache is not in the computation dtype.
     """
     missed = thresholds.missed(figures)
     if not missed:
         return
     worst = [] if layers is None else [each for each in layers.worst() if each.own > 0]
-    where = "worst layers: " + ", ".join(f"{each.layer.name} ({shown(each.own)})" for each in worst) if worst else None
+    named = ", ".join(f"{each.layer.name} ({shown(each.own)})" for each in worst)
+    where = f"worst layers: {named}" if worst else None
+    if layers is not None and not worst and quantized_cache:
+        cached = [each for each in layers.worst(kinds=("attention",)) if each.own > 0]
+        where = "worst attention: " + ", ".join(f"{each.layer.name} ({shown(each.own)})" for each in cached)
     raise AccuracyError(
-        f"too far from the unquantized model: {'; '.join(missed)}", where=where, hint=advice(worst, quant)
+        f"too far from the unquantized model: {'; '.join(missed)}",
+        where=where,
+        hint=advice(worst, quant, quantized_cache=quantized_cache),
     )
 
 
-def advice(worst: list[Any], quant: str | None) -> str:
-    """Return what to try: other layers, another recipe, another threshold."""
+def advice(worst: list[Any], quant: str | None, *, quantized_cache: bool) -> str:
+    """Return what to try: other layers, another recipe, another cache, another threshold."""
     options = []
+    if quantized_cache:
+        options.append("leave the KV cache as it is computed: no --kv-cache-dtype")
     excluded = [each.layer.name for each in worst if "{" not in each.layer.name and "*" not in each.layer.name]
     if excluded:
         options.append("leave the worst out: " + " ".join(f"--exclude '{name}*'" for name in excluded))

@@ -63,6 +63,19 @@ def test_missed_without_layers_and_by_other_recipes() -> None:
     assert caught.value.hint == "convert again with a --quant of more bits; or allow more"
 
 
+def test_missed_with_a_quantized_cache_alone_and_beside_weights() -> None:
+    plain = LayerErrors(tuple(each._replace(own=0.0) for each in LAYERS.errors if each.layer.kind == "linear"), ())
+    alone = LayerErrors((*plain.errors, LAYERS.errors[1]), ())
+    with pytest.raises(AccuracyError) as caught:
+        check(Thresholds(max_kl=0), FIGURES, alone, "none", quantized_cache=True)
+    assert caught.value.where == "worst attention: layer 0 (0.9)"
+    assert caught.value.hint == "leave the KV cache as it is computed: no --kv-cache-dtype; or allow more"
+    with pytest.raises(AccuracyError) as caught:
+        check(Thresholds(max_kl=0), FIGURES, LAYERS, "int8-wo", quantized_cache=True)
+    assert caught.value.where == "worst layers: m.0.down (0.2), m.1.{k,q} (0.1), m.0.q (0.02)"
+    assert str(caught.value.hint).startswith("leave the KV cache as it is computed: no --kv-cache-dtype; or leave the")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_is_missed(value: float) -> None:
     figures = Figures(1, 1, value, value, value, 1.0, 2.0, value)
