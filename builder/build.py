@@ -57,7 +57,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     notes = list(choices.notes)
     target = find_target(choices.target)
     dtype = resolve_dtype(config, target, notes)
-    choices = resolve_cache(config, choices, target, notes)
+    choices = resolve_cache(config, choices, target, dtype, notes)
 
     with phase("trace", seconds):
         program = load_program(

@@ -91,7 +91,7 @@ def dry_run(config: BuildConfig) -> DryRun:
     notes = list(choices.notes)
     target = find_target(choices.target)
     dtype = resolve_dtype(config, target, notes)
-    choices = resolve_cache(config, choices, target, notes)
+    choices = resolve_cache(config, choices, target, dtype, notes)
     program = load_program(
         config.model,
         dtype=getattr(torch, dtype),

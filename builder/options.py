@@ -46,7 +46,8 @@ class BuildConfig:
             ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
         quant_layers: "PATTERN=RECIPE" each: weights whose checkpoint name matches follow that recipe's linears.
-        kv_cache_dtype: "fp8" or "int8"; None or "auto" takes what the checkpoint describes, else the computation dtype.
+        kv_cache_dtype: "fp8", "int8", or the computation dtype by name; None or "auto" takes what the checkpoint
+            describes, else the computation dtype.
         calibration: File of statistics for recipes that need calibration: read if it exists, else written. None keeps
             none.
         calibration_text: What is run to calibrate: UTF-8 text, or .jsonl of objects with a text. None: documentation
@@ -227,11 +228,13 @@ def _choose_cache(config: BuildConfig, notes: list[str]) -> KvCache | None:
     from llmbuild.quantization.recipes import KV_CACHES, KvCache
 
     wanted = config.kv_cache_dtype or "auto"
+    if wanted in DTYPES:
+        return None
     if wanted not in ("auto", *KV_CACHES):
         raise ConfigError(
             f"unknown KV cache dtype {wanted!r}",
             where=_option("kv_cache_dtype"),
-            hint=nearest(wanted, ["auto", *KV_CACHES]),
+            hint=nearest(wanted, ["auto", *KV_CACHES, *DTYPES]),
         )
     described = None if config.model.suffix == ".gguf" else stored_cache(stored_quantization(config.model))
     if wanted == "auto" and described is None:
@@ -247,12 +250,18 @@ def _choose_cache(config: BuildConfig, notes: list[str]) -> KvCache | None:
     return KvCache("fp8", stored=described == "fp8")
 
 
-def resolve_cache(config: BuildConfig, choices: Choices, target: Target, notes: list[str]) -> Choices:
-    """Settle the KV cache once the target is known; adds a note when it cannot store what the checkpoint describes.
+def resolve_cache(config: BuildConfig, choices: Choices, target: Target, dtype: str, notes: list[str]) -> Choices:
+    """Settle the KV cache once target and dtype are; adds a note when it cannot store what the checkpoint describes.
 
     Raises:
         UnsupportedError: The target does not have the cache that the user asks for.
     """
+    if config.kv_cache_dtype in DTYPES and config.kv_cache_dtype != dtype:
+        raise UnsupportedError(
+            f"the KV cache cannot be in {config.kv_cache_dtype} where {dtype} is computed in",
+            where=_option("kv_cache_dtype"),
+            hint=f"use --kv-cache-dtype {dtype}, or --dtype {config.kv_cache_dtype}",
+        )
     cache = choices.recipe.kv_cache
     if cache is None or cache.dtype in target.kv_caches:
         return choices

@@ -122,7 +122,7 @@ def advice(worst: list[Any], quant: str | None, *, quantized_cache: bool) -> str
     """Return what to try: other layers, another recipe, another cache, another threshold."""
     options = []
     if quantized_cache:
-        options.append("leave the KV cache as it is computed: no --kv-cache-dtype")
+        options.append("leave the KV cache unrounded: --kv-cache-dtype with what --dtype is")
     excluded = [each.layer.name for each in worst if "{" not in each.layer.name and "*" not in each.layer.name]
     if excluded:
         options.append("leave the worst out: " + " ".join(f"--exclude '{name}*'" for name in excluded))

@@ -84,7 +84,7 @@ def convert(
         typer.Option(
             metavar="auto|fp8|int8",
             help="KV cache in 8 bits, with any --quant: fp8 with calibrated scales, or int8 with one a token and head. "
-            "auto: what the checkpoint describes, else what is computed in.",
+            "auto: what the checkpoint describes, else what is computed in, which may also be named.",
         ),
     ] = None,
     calibration: Annotated[

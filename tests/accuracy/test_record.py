@@ -69,11 +69,13 @@ def test_missed_with_a_quantized_cache_alone_and_beside_weights() -> None:
     with pytest.raises(AccuracyError) as caught:
         check(Thresholds(max_kl=0), FIGURES, alone, "none", quantized_cache=True)
     assert caught.value.where == "worst attention: layer 0 (0.9)"
-    assert caught.value.hint == "leave the KV cache as it is computed: no --kv-cache-dtype; or allow more"
+    assert caught.value.hint == "leave the KV cache unrounded: --kv-cache-dtype with what --dtype is; or allow more"
     with pytest.raises(AccuracyError) as caught:
         check(Thresholds(max_kl=0), FIGURES, LAYERS, "int8-wo", quantized_cache=True)
     assert caught.value.where == "worst layers: m.0.down (0.2), m.1.{k,q} (0.1), m.0.q (0.02)"
-    assert str(caught.value.hint).startswith("leave the KV cache as it is computed: no --kv-cache-dtype; or leave the")
+    assert str(caught.value.hint).startswith(
+        "leave the KV cache unrounded: --kv-cache-dtype with what --dtype is; or leave the"
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -18,7 +18,7 @@ from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.cpu.target import CpuTarget
 from llmbuild.builder.targets.cuda.target import CudaTarget
 from llmbuild.engine.reader import open_engine
-from llmbuild.errors import ConfigError, ModelError
+from llmbuild.errors import ConfigError, ModelError, UnsupportedError
 from llmbuild.quantization.cache_scales import fp8_scale
 from llmbuild.quantization.calibration.file import StatisticsFile
 from llmbuild.quantization.recipes import KvCache, find_recipe
@@ -170,9 +170,21 @@ def test_scales_of_a_checkpoint_are_used_without_being_asked_for(tmp_path: Path)
 def test_a_target_without_fp8_says_that_it_takes_another_dtype(tmp_path: Path) -> None:
     config = BuildConfig(model=checkpoint(tmp_path), output=tmp_path / "engine")
     notes: list[str] = []
-    assert resolve_cache(config, choose(config), CpuTarget(), notes).recipe.kv_cache is None
+    assert resolve_cache(config, choose(config), CpuTarget(), "float32", notes).recipe.kv_cache is None
     assert notes == ["the cpu target has no fp8 KV cache: the computation dtype is taken"]
-    assert resolve_cache(config, choose(config), CudaTarget(), notes).recipe.kv_cache == KvCache("fp8", stored=True)
+    assert resolve_cache(config, choose(config), CudaTarget(), "bfloat16", notes).recipe.kv_cache == KvCache(
+        "fp8", stored=True
+    )
+
+
+def test_the_computation_dtype_by_name_leaves_the_scales_of_a_checkpoint_alone(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    config = BuildConfig(model=path, output=tmp_path / "engine", target="cuda", kv_cache_dtype="bfloat16")
+    choices = choose(config)
+    assert choices.recipe.kv_cache is None
+    assert resolve_cache(config, choices, CudaTarget(), "bfloat16", []) is choices
+    with pytest.raises(UnsupportedError, match="the KV cache cannot be in bfloat16 where float16 is computed in"):
+        resolve_cache(config, choices, CudaTarget(), "float16", [])
 
 
 @pytest.mark.parametrize(
