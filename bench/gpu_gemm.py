@@ -1,9 +1,12 @@
 """Times of the GEMM kernels for few rows on a GPU, beside torch (cuBLAS) in the same run; and of a layer of experts.
 
-    python bench/gpu_gemm.py [--weights bf16,fp8,int8,int4] [--layers qkv,o] [--rows 1,16] [--tune]
+    python bench/gpu_gemm.py [--weights bf16,fp8,w8a8,int8,int4] [--layers qkv,o] [--rows 1,16,256] [--tune]
 
-The layers are those of Llama-3-8B. Each kernel is checked against a product in float32, then timed: microseconds of a
-call inside of a CUDA graph that goes round over so many copies of the weights that none is found in the L2 cache.
+fp8 is weights alone, w8a8 rows too, with a scale for each row of both; beside the latter stands cuBLAS with one scale
+for all (torch_tensor), which is what engines call where a row program can apply the scales. More than 64 rows are
+cuBLAS's alone. The layers are those of Llama-3-8B. Each kernel is checked against a product in float32, then timed:
+microseconds of a call inside of a CUDA graph that goes round over so many copies of the weights that none is found in
+the L2 cache.
 --tune tries a sweep of tilings, in a shuffled order until --seconds are over; without it, the built-in ones alone.
 Needs torch with CUDA and Triton; llmbuild need not be installed. JSON lines first, tables last.
 """
@@ -44,7 +47,8 @@ LAYERS = {
     "lm_head": (128256, 4096),
 }
 BLOCKS = {"int8": BlockShape(8, 128, 128), "int4": BlockShape(4, 128, 8)}
-WEIGHTS = ("bf16", "fp8", *BLOCKS)
+WEIGHTS = ("bf16", "fp8", "w8a8", *BLOCKS)
+FLOAT8_WEIGHTS = ("fp8", "w8a8")
 ROWS = (1, 8, 16, 64)
 EXPERTS = ExpertsShape(2048, 768, 128, 8)  # of Qwen3-30B-A3B
 TOKENS = (1, 16, 64, 2048)
@@ -53,7 +57,7 @@ Tiling: TypeAlias = RowTiling | TileTiling | BlockRowTiling | BlockTileTiling
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel of one layer: that for one row, or for at most 16 or 64 rows."""
+    """One kernel of one layer: that for one row, or for at most 16 or 64 rows. More rows have no kernel of ours."""
 
     weights: str
     layer: str
@@ -62,11 +66,12 @@ class Case:
     @property
     def shape(self) -> GemmShape:
         n, k = LAYERS[self.layer]
-        return GemmShape(n, k, w_dtype=FLOAT8 if self.weights == "fp8" else None)
+        w_dtype = FLOAT8 if self.weights in FLOAT8_WEIGHTS else None
+        return GemmShape(n, k, w_dtype=w_dtype, x_dtype=FLOAT8 if self.weights == "w8a8" else None)
 
     @property
     def item_bytes(self) -> float:
-        return {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}[self.weights]
+        return {"bf16": 2, "fp8": 1, "w8a8": 1, "int8": 1, "int4": 0.5}[self.weights]
 
     def default(self, sm: int) -> Tiling:
         block = BLOCKS.get(self.weights)
@@ -168,7 +173,10 @@ def our_call(
     kernel = case.kernel(tiling, capability())
     rows, n = x.shape[0], case.shape.n
     out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=x.dtype)
-    given: dict[str, Any] = {"x": x, "out": out, "rows": rows, "x_stride": x.shape[1], "out_stride": n}
+    given: dict[str, Any] = {"out": out, "x": x}
+    if case.weights == "w8a8":
+        given["x"], given["x_scale"] = float8_rows(x)
+    given |= {"rows": rows, "x_stride": x.shape[1], "out_stride": n}
     for name, (_, size) in kernel.workspaces.items():
         given[name] = torch.empty(size // 4, device=DEVICE)
 
@@ -179,8 +187,16 @@ def our_call(
     return call, out
 
 
-def torch_call(case: Case, x: Tensor, weights: list[dict[str, Tensor]]) -> Callable[[int], None] | None:
-    """The same by cuBLAS, where it has such a product; float8 takes x as float8 too."""
+def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as float8, and the scale of each."""
+    scale = x.float().abs().amax(1, keepdim=True) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def torch_call(
+    case: Case, x: Tensor, weights: list[dict[str, Tensor]], *, one_scale: bool = False
+) -> Callable[[int], None] | None:
+    """The same by cuBLAS, where it has such a product; float8 takes x as float8 too. one_scale: for all rows."""
     if case.weights == "bf16":
         out = torch.empty(x.shape[0], case.shape.n, device=DEVICE, dtype=x.dtype)
 
@@ -188,12 +204,14 @@ def torch_call(case: Case, x: Tensor, weights: list[dict[str, Tensor]]) -> Calla
             torch.mm(x, weights[copy]["w"].T, out=out)
 
         return plain
-    if case.weights == "fp8":
-        x8, one = x.to(torch.float8_e4m3fn), torch.ones(x.shape[0], 1, device=DEVICE)
+    if case.weights in FLOAT8_WEIGHTS:
+        x8, scale = float8_rows(x)
+        one = torch.ones((), device=DEVICE)
 
         def scaled(copy: int) -> None:
-            weight = weights[copy]
-            torch._scaled_mm(x8, weight["w"].T, one, weight["w_scale"][None], out_dtype=x.dtype)
+            w, w_scale = weights[copy]["w"].T, weights[copy]["w_scale"][None]
+            scales = (one, one) if one_scale else (scale, w_scale)
+            torch._scaled_mm(x8, w, *scales, out_dtype=x.dtype, use_fast_accum=True)
 
         return scaled
     return None
@@ -208,7 +226,11 @@ def measure(case: Case, rows: tuple[int, ...], tilings: list[Tiling], until: flo
     records = []
     for count in rows:
         x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)
-        expected = x.float() @ dense.T
+        values = x.float()
+        if case.weights == "w8a8":
+            x8, scale = float8_rows(x)
+            values = x8.float() * scale
+        expected = values @ dense.T
         about = {"kind": "gemm", "weights": case.weights, "layer": case.layer, "rows": count}
         ours = []
         for tiling in tilings:
@@ -229,13 +251,16 @@ def measure(case: Case, rows: tuple[int, ...], tilings: list[Tiling], until: flo
         for record in ours:
             record["best"] = record["us"] == min(other["us"] for other in ours)
         records += ours
-        if (peer := torch_call(case, x, weights)) is not None:
+        for peer_name in ("torch", *(("torch_tensor",) if case.weights == "w8a8" else ())):
+            peer = torch_call(case, x, weights, one_scale=peer_name == "torch_tensor")
+            if peer is None:
+                continue
             try:
                 us = time_us(peer, len(weights), graph_ms=2.0)
             except RuntimeError as error:  # torch refuses some shapes
-                emit(**about, kernel="torch", refused=str(error).splitlines()[0])
+                emit(**about, kernel=peer_name, refused=str(error).splitlines()[0])
                 continue
-            records.append(about | {"kernel": "torch"} | speed(us, n * k * case.item_bytes))
+            records.append(about | {"kernel": peer_name} | speed(us, n * k * case.item_bytes))
     return [emit(**record) for record in records]
 
 
@@ -284,8 +309,8 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         key = tuple(record[name] for name in ("weights", "layer", "rows"))
         row = rows.setdefault(key, dict(zip(("weights", "layer", "rows"), key, strict=True)))
-        if record["kernel"] == "torch":
-            row["torch"] = record["us"]
+        if record["kernel"] != "ours":
+            row[record["kernel"]] = record["us"]
             continue
         if record["default"]:
             row["default"] = record["us"]
@@ -299,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="formats, of " + ",".join(WEIGHTS))
     parser.add_argument("--layers", default=",".join(LAYERS), help="of " + ",".join(LAYERS))
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, up to 64")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
     parser.add_argument("--tune", action="store_true", help="try other tilings too")
     parser.add_argument("--seconds", type=float, default=40.0, help="for all measurements of --tune")
     parser.add_argument("--most-tilings", type=int, default=20, help="of each kernel, with --tune")
@@ -311,7 +336,7 @@ def main() -> None:
     about = emit(**environment(["torch", "triton"]), gpu=card.name, multiprocessors=card.multi_processor_count)
     wanted = sorted({int(text) for text in options.rows.split(",")})
     groups = [(1, [r for r in wanted if r == 1]), (16, [r for r in wanted if 1 < r <= 16])]
-    groups.append((64, [r for r in wanted if r > 16]))
+    groups += [(64, [r for r in wanted if 16 < r <= 64]), (0, [r for r in wanted if r > 64])]
     cases = [
         (Case(weights, layer, most), tuple(rows))
         for weights, layer, (most, rows) in itertools.product(
@@ -320,7 +345,8 @@ def main() -> None:
         if rows
     ]
     sm = capability()
-    work = [(case, case.tilings(sm)[: options.most_tilings if options.tune else 1]) for case, _ in cases]
+    most = options.most_tilings if options.tune else 1
+    work = [(case, case.tilings(sm)[:most] if case.most_rows else []) for case, _ in cases]
     in_processes(compile_case, [(case, tiling) for case, tilings in work for tiling in tilings], options.workers)
     records = []
     begin = time.monotonic()
@@ -333,7 +359,7 @@ def main() -> None:
     table(
         "Products, microseconds a call (TB/s of the weights, of the best tiling)",
         summary(records),
-        ["weights", "layer", "rows", "default", "best", "torch", "tb_s", "tiling"],
+        ["weights", "layer", "rows", "default", "best", "torch", "torch_tensor", "tb_s", "tiling"],
     )
     table("Experts", experts, ["tokens", "us", "tb_s", "tflop_s"])
 

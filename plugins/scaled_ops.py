@@ -57,6 +57,21 @@ def _(x, scale, dtype):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
+_define("linear_numbers(Tensor x, Tensor w, ScalarType dtype) -> Tensor")
+# x [..., K] and w [N, K], both float8_e4m3fn -> [..., N] of dtype: `linear_scaled` before its scales, for the cuda
+# target.
+
+
+@torch.library.impl("llmbuild::linear_numbers", "CompositeExplicitAutograd")
+def _(x, w, dtype):
+    return (x.float() @ w.float().T).to(dtype)
+
+
+@torch.library.register_fake("llmbuild::linear_numbers")
+def _(x, w, dtype):
+    return x.new_empty(*x.shape[:-1], w.shape[0], dtype=dtype)
+
+
 _define(
     "linear_scaled(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, int[] block, ScalarType dtype) "
     "-> Tensor"

@@ -112,8 +112,8 @@ class GemmOp(Section):
     row to row; *_batch from one i to the next. weight_layout: "nk", rows of k numbers, or "kn"; weight_stride from row
     to row of what is stored.
 
-    number_dtype: of x and weight where it is not `dtype`: 8-bit numbers, of which x[m, k] counts x_scale[m] times and
-    weight[n, k] weight_scale[n] times, float32.
+    number_dtype: of x and weight where it is not `dtype`: 8-bit numbers. With scales, float32, x[m, k] counts
+    x_scale[m] times and weight[n, k] weight_scale[n] times.
 
     kernels: those used instead of the GEMM library, the first that takes so many rows; most_rows rise. Where one of
     them takes any number, the weight, and the scales, may be in a form that only they read.

@@ -23,6 +23,7 @@ class GemmShape:
     x_dtype: as w_dtype: x is that too, and row m counts x_scale[m] (float32) times.
     block: rows and columns of w that share a scale, which is w_scale[n // rows, k // columns] then; as many columns of
         x share x_scale[m, k // columns]. Only where x and w are 8-bit numbers; None: one scale a row.
+    scales: False where 8-bit numbers are multiplied without any.
 
     Raises:
         ValueError: A size is not positive, or there is no GEMM of these dtypes.
@@ -35,6 +36,7 @@ class GemmShape:
     w_dtype: str | None = None
     x_dtype: str | None = None
     block: tuple[int, int] | None = None
+    scales: bool = True
 
     def __post_init__(self) -> None:
         if min(self.n, self.k) < 1:
@@ -69,9 +71,9 @@ class GemmShape:
         types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32") | {"partial": "*fp32"}
         if self.bias:
             types["bias"] = plain
-        if self.w_dtype:
+        if self.w_dtype and self.scales:
             types["w_scale"] = "*fp32"
-        if self.x_dtype:
+        if self.x_dtype and self.scales:
             types["x_scale"] = "*fp32"
         return types
 

@@ -125,7 +125,7 @@ def test_a_library_without_scales_of_rows_is_refused() -> None:
     device = FakeDevice()
     lt = CublasLt(FakeCublasLt(device, version=120800))
     with pytest.raises(EngineError, match="120800 has no scales for rows of 8-bit floats"):
-        Matmul(lt, shape(number_dtype="float8_e4m3fn"), 9, (0, 0))
+        Matmul(lt, shape(number_dtype="float8_e4m3fn", has_scales=True), 9, (0, 0))
 
 
 def shape(**changes: Any) -> GemmShape:
@@ -151,7 +151,7 @@ def test_the_real_library_takes_every_attribute() -> None:
         matmul = Matmul(lt, one, 9, (0, 0))
         matmul._set_extras(Extras(bias=0x7F00_0000_0100))
         matmul.close()
-    matmul = Matmul(lt, shape(dtype="bfloat16", number_dtype="float8_e4m3fn"), 9, (0, 0))
+    matmul = Matmul(lt, shape(dtype="bfloat16", number_dtype="float8_e4m3fn", has_scales=True), 9, (0, 0))
     matmul._set_extras(Extras(x_scale=0x7F00_0000_0100, weight_scale=0x7F00_0000_0200))
     matmul.close()
     preference = lt.new("MatmulPreference")

@@ -27,6 +27,7 @@ BARRIERS: dict[Any, tuple[str, tuple[int, ...]]] = {
     aten.bmm.default: ("batched_gemm", (0,)),
     llmbuild.linear_blockwise.default: ("block_gemm", (0,)),
     llmbuild.linear_scaled.default: ("scaled_gemm", (0, 2)),
+    llmbuild.linear_numbers.default: ("number_gemm", (0,)),
     llmbuild.paged_attention.default: ("attention", (0, 1, 2, *CACHE_SCALES)),
     llmbuild.moe_experts.default: ("experts", (0, 1, 2)),
     llmbuild.moe_experts_blockwise.default: ("block_experts", (0, 1, 2)),
@@ -140,7 +141,7 @@ def reads_in_place(kind: str, view: View) -> bool:
     Attention, experts and products of 8-bit numbers read rows below each other without a gap; a product with a stack of
     matrices, in any stride.
     """
-    if kind in ("attention", "experts", "block_experts", "scaled_gemm"):
+    if kind in ("attention", "experts", "block_experts", "scaled_gemm", "number_gemm"):
         return view.offset == 0 and view.strides == dense_strides(view.shape)
     if kind == "batched_gemm":
         return view.shape[-1] == 1 or view.strides[-1] == 1

@@ -26,7 +26,7 @@ from llmbuild.builder.targets.cuda.lowered import INPUTS, Hardware, Lowered, dty
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
 from llmbuild.builder.targets.cuda.planner import lay_out
 from llmbuild.builder.targets.cuda.sampling_ops import sampling_ops
-from llmbuild.builder.targets.cuda.scaled_ops import scaled_gemm_op
+from llmbuild.builder.targets.cuda.scaled_ops import number_gemm_op, scaled_gemm_op
 from llmbuild.builder.targets.cuda.views import NoRule
 from llmbuild.engine.launch_plan import (
     PLAN_VERSION,
@@ -50,6 +50,7 @@ BARRIERS: dict[str, Callable[[Lowered, Barrier], None]] = {
     "experts": experts_ops,
     "block_gemm": block_gemm_op,
     "scaled_gemm": scaled_gemm_op,
+    "number_gemm": number_gemm_op,
     "block_experts": block_experts_ops,
     "block_embedding": block_embedding_op,
 }

@@ -66,11 +66,14 @@ def write_plans(
     program: Program, options: CompileOptions, directory: Path
 ) -> tuple[CompiledTarget, dict[str, WeightExpr]]:
     """Write everything but the weights, and return what they are by the names that the plans use."""
+    from llmbuild.builder.targets.cuda.late_scales import late_scales
     from llmbuild.builder.targets.cuda.lowered import Hardware
     from llmbuild.builder.targets.cuda.lowering import plan_program
     from llmbuild.builder.targets.cuda.partition import partition
 
     sms = SMS if options.sm is None else parse_sms(options.sm)
+    if (rewrite := late_scales(program)).count:
+        program.rewrites.append(rewrite)
     parts = partition(program)
     planned = {sm: plan_program(program, options.limits, Hardware(sm, pdl=sm >= 90), parts) for sm in sms}
     weights: dict[str, WeightExpr] = {}

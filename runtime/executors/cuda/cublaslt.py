@@ -70,7 +70,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 class GemmShape(NamedTuple):
     """All of a GEMM but its rows and addresses; strides in elements, as in `GemmOp`.
 
-    number_dtype: of x and weight where it is not `dtype`: 8-bit floats, with a float32 scale for each row of either.
+    number_dtype: of x and weight where it is not `dtype`: 8-bit floats. has_scales: a float32 for each row of either.
     align_*: bytes that divide the addresses of weight (a), x (b) and out (d), at most 256.
     """
 
@@ -90,6 +90,7 @@ class GemmShape(NamedTuple):
     align_b: int
     align_d: int
     number_dtype: str | None = None
+    has_scales: bool = False
 
 
 class Extras(NamedTuple):
@@ -191,7 +192,7 @@ class Matmul:
         if shape.dtype not in TYPES or shape.number_dtype not in (None, *NUMBERS):
             read = shape.number_dtype or shape.dtype
             raise LLMBuildError(f"cuBLASLt computes no GEMM of {read} into {shape.dtype} here", where=str(shape))
-        if shape.number_dtype is not None and lt.version < SCALES_VERSION:
+        if shape.has_scales and lt.version < SCALES_VERSION:
             raise EngineError(
                 f"the installed cuBLASLt {lt.version} has no scales for rows of 8-bit floats", hint=NEWER_LIBRARY
             )
@@ -209,9 +210,10 @@ class Matmul:
         if shape.has_bias:
             lt.set("MatmulDesc", self._desc, EPILOGUE, ctypes.c_uint32(EPILOGUE_BIAS))
             lt.set("MatmulDesc", self._desc, BIAS_TYPE, ctypes.c_int32(kind))
-        if shape.number_dtype is not None:
+        if shape.has_scales:
             for mode in (A_SCALE_MODE, B_SCALE_MODE):
                 lt.set("MatmulDesc", self._desc, mode, ctypes.c_int32(SCALE_OF_ROWS))
+        if shape.number_dtype is not None:
             # Sums stay in the tensor cores' own precision over all of K: docs/decisions/0006-fp8-products.md.
             lt.set("MatmulDesc", self._desc, FAST_ACCUM, ctypes.c_int8(1))
         self._layouts = [
@@ -289,7 +291,7 @@ class Matmul:
     def _set_extras(self, extras: Extras) -> None:
         if self._shape.has_bias:
             self._lt.set("MatmulDesc", self._desc, BIAS_POINTER, _pointer(extras.bias))
-        if self._shape.number_dtype is not None:
+        if self._shape.has_scales:
             self._lt.set("MatmulDesc", self._desc, A_SCALE_POINTER, _pointer(extras.weight_scale))
             self._lt.set("MatmulDesc", self._desc, B_SCALE_POINTER, _pointer(extras.x_scale))
 

@@ -106,6 +106,7 @@ class Gemms:
             align_b=alignment(x),
             align_d=alignment(out),
             number_dtype=op.number_dtype,
+            has_scales=op.x_scale is not None,
         )
         if shape not in self._shapes:
             self._shapes.append(shape)
