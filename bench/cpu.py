@@ -25,7 +25,7 @@ from typing import Any
 
 from records import emit, environment, package_version, table, write_results
 
-RECIPES = ("gguf", "none", "int8-wo", "int4-wo")
+RECIPES = ("gguf", "none", "int8-wo", "int8", "int4-wo")
 WORKER = Path(__file__).with_name("cpu_worker.py")
 
 

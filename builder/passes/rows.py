@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import llmbuild.plugins.round_rows
 from llmbuild.builder.passes.edit import arg, arguments, axis, is_tensor, plain_size, rank, size, tensor_operands
+from llmbuild.plugins import round_rows  # noqa: F401  (registers the op, which the table names)
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild

@@ -94,7 +94,7 @@ def why_not_product(node: fx.Node) -> str | None:
     parts = [arg(each, 0) if is_call(each, operator.getitem) else None for each in (x, x_scale)]
     if parts[0] is None or parts[0] is not parts[1] or not is_call(parts[0], llmbuild.quantize_rows.default):
         return "its rows and their scales are not those of one quantize_rows"
-    if block[0] != 1 or block[1] < size(w)[1] or dtype != torch.float32:  # type: ignore[operator]
+    if block[0] != 1 or block[1] < size(w)[1] or dtype != torch.float32:
         return f"scales of blocks of {block[0]} x {block[1]} (one a row is known)"
     return None
 
