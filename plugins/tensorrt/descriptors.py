@@ -51,3 +51,8 @@ def step_sizes(form: PluginForm, dims: Sequence[Sequence[int]], where: str) -> t
     if known["B1"] != known["B"] + 1:
         raise EngineError(f"cu_q_lens has {known['B1']} entries for {known['B']} sequences, not one more", where=where)
     return known["T"], known["B"]
+
+
+def sizes_of(dims: Any) -> list[int]:
+    """Return TensorRT's Dims as a list: they have a length and items, yet are no sequence."""
+    return [int(dims[axis]) for axis in range(len(dims))]

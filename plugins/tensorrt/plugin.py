@@ -6,12 +6,12 @@ Importing this module needs TensorRT's bindings, see `bindings.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llmbuild.errors import EngineError
 from llmbuild.plugins.tensorrt import fields
 from llmbuild.plugins.tensorrt.bindings import bindings
-from llmbuild.plugins.tensorrt.descriptors import data_type, fits, step_sizes
+from llmbuild.plugins.tensorrt.descriptors import data_type, fits, sizes_of, step_sizes
 from llmbuild.plugins.tensorrt.form import NAME, NAMESPACE, VERSION, Dim, PluginForm
 from llmbuild.plugins.tensorrt.launch import LoadedProgram, Loader, current_kernels
 from llmbuild.plugins.tensorrt.program import KernelSet, Opened
@@ -116,12 +116,12 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
     def configure_plugin(
         self, inp: Sequence[trt.DynamicPluginTensorDesc], out: Sequence[trt.DynamicPluginTensorDesc]
     ) -> None:
-        step_sizes(self.form, [list(each.max) for each in inp], self._where)
+        step_sizes(self.form, [sizes_of(each.max) for each in inp], self._where)
 
     def get_workspace_size(
         self, inp: Sequence[trt.DynamicPluginTensorDesc], out: Sequence[trt.DynamicPluginTensorDesc]
     ) -> int:
-        tokens, sequences = step_sizes(self.form, [list(each.max) for each in inp], self._where)
+        tokens, sequences = step_sizes(self.form, [sizes_of(each.max) for each in inp], self._where)
         return self.opened.program.most_scratch(tokens, sequences)
 
     def get_valid_tactics(self) -> list[int]:
@@ -129,7 +129,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
 
     # Run time
 
-    def get_fields_to_serialize(self) -> trt.PluginFieldCollection:
+    def get_fields_to_serialize(self) -> trt.PluginFieldCollection_:
         kernels = self.opened.kernels
         values: dict[str, fields.Value] = {"program": kernels.program, "pack": kernels.pack}
         # Kept: fields point at their data, which TensorRT reads after this returns.
@@ -138,7 +138,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
         return self._serialized
 
     def on_shape_change(self, inp: Sequence[trt.PluginTensorDesc], out: Sequence[trt.PluginTensorDesc]) -> None:
-        step_sizes(self.form, [list(each.dims) for each in inp], self._where)
+        step_sizes(self.form, [sizes_of(each.dims) for each in inp], self._where)
 
     def set_tactic(self, tactic: int) -> None:
         """There is one way to compute: TensorRT has no choice to make."""
@@ -169,7 +169,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
         Raises:
             EngineError: Dimensions contradict each other, or the cache's outputs are copies of it.
         """
-        tokens, sequences = step_sizes(self.form, [list(each.dims) for each in input_desc], self._where)
+        tokens, sequences = step_sizes(self.form, [sizes_of(each.dims) for each in input_desc], self._where)
         for index in range(1, len(self.form.outputs)):
             if outputs[index] != inputs[self.form.aliased_input(index)]:
                 raise EngineError(
@@ -211,11 +211,12 @@ class PagedAttentionCreator(trt.IPluginCreatorV3One):
         if building:
             kernels = kernel_store.find(str(values["kernels"]), where)
         else:
-            kernels = KernelSet(bytes(values["program"]), bytes(values["pack"]))  # type: ignore[arg-type]
+            kernels = KernelSet(cast(bytes, values["program"]), cast(bytes, values["pack"]))
         return PagedAttention.of(form, kernels)
 
 
 def field_collection(made: Sequence[fields.Field]) -> Any:
     """Return fields as TensorRT takes them."""
+    field: Any = trt.PluginField  # its signature names a type of text that cannot be made
     kinds = trt.PluginFieldType
-    return trt.PluginFieldCollection([trt.PluginField(name, data, getattr(kinds, kind)) for name, kind, data in made])
+    return trt.PluginFieldCollection([field(name, data, getattr(kinds, kind)) for name, kind, data in made])

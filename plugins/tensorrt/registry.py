@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from llmbuild.errors import EngineError
-from llmbuild.plugins.tensorrt.bindings import WHERE, bindings
+from llmbuild.errors import ConfigError, EngineError
+from llmbuild.plugins.tensorrt.bindings import INSTALL, WHERE, bindings
 from llmbuild.plugins.tensorrt.form import NAME, NAMESPACE, VERSION
 
 
@@ -15,13 +15,15 @@ def register() -> Any:
     """Register the creator of PagedAttention and return it. A second call does nothing.
 
     Raises:
-        ConfigError: There are no bindings that would do, see `find_bindings`.
+        ConfigError: There are no bindings that would do, see `find_bindings`, or no library behind them.
         EngineError: Another plugin of this name and version is registered already.
     """
     module = bindings().module
     from llmbuild.plugins.tensorrt.plugin import PagedAttentionCreator
 
     registry = module.get_plugin_registry()
+    if registry is None:
+        raise ConfigError("TensorRT has no registry of plugins: its library is missing", where=WHERE, hint=INSTALL)
     creator = PagedAttentionCreator()
     if not registry.register_creator(creator, NAMESPACE):
         raise EngineError(

@@ -6,6 +6,8 @@ LLMBUILD_TENSORRT_BINDINGS they are others, see tools/tensorrt_bindings.py.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -17,7 +19,7 @@ from llmbuild.errors import ConfigError, EngineError
 from llmbuild.plugins.tensorrt import fields, kernel_store
 from llmbuild.plugins.tensorrt.form import PluginForm
 from llmbuild.plugins.tensorrt.program import KernelSet, PluginProgram
-from support.plugin_bindings import plugin_module, trt
+from support.plugin_bindings import HAS_LIBRARY, plugin_module, trt
 from support.plugin_node import description, dynamic
 from support.plugin_steps import FORMS, form
 
@@ -45,10 +47,26 @@ def create(given: list[fields.Field], phase: str = "BUILD") -> Any:
     return creator().create_plugin("layer 3", collection, getattr(trt.TensorRTPhase, phase))
 
 
+@cache
 def creator() -> Any:
-    import llmbuild.plugins.tensorrt
+    return plugin_module.PagedAttentionCreator()
 
-    return llmbuild.plugins.tensorrt.register()
+
+@pytest.mark.skipif(not HAS_LIBRARY, reason="the registry lies in TensorRT's library")
+def test_importing_the_package_registers_the_plugin() -> None:
+    """In a process of its own: the registry of this one has it already."""
+    code = (
+        "import llmbuild.plugins.tensorrt as package\n"
+        "from llmbuild.plugins.tensorrt.bindings import bindings\n"
+        "registry = bindings().module.get_plugin_registry()\n"
+        "found = registry.get_creator('PagedAttention', '1', 'llmbuild')\n"
+        "assert found is package.register() is package.register(), found\n"
+        "package.register.cache_clear()\n"
+        "try:\n    package.register()\n"
+        "except Exception as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("TensorRT has another plugin llmbuild::PagedAttention, version 1, already")
 
 
 def test_fields_of_the_creator_are_those_of_a_node() -> None:
