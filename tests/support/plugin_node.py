@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from llmbuild.plugins.tensorrt.descriptors import data_type
 from llmbuild.plugins.tensorrt.form import PluginForm
 from llmbuild.plugins.tensorrt.form import Tensor as NodeTensor
-from support.plugin_steps import Step, pools, torch_dtype
+from support.plugin_steps import BLOCKS, Step, pools, torch_dtype
 
 NAN = float("nan")
 
@@ -32,32 +32,58 @@ def dynamic(trt: Any, tensor: NodeTensor, sizes: dict[str, int]) -> Any:
     return made
 
 
+class Prepared(NamedTuple):
+    """A step on the device, ready to be run: inputs in the node's order, the output, and descriptions of all."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    input_desc: list[Any]
+    output_desc: list[Any]
+
+
 class Node:
     """A node with a cache of its own.
 
     Args:
         place: Returns the address of a tensor on the device; called for each that the node sees.
+        device: torch's name of where tensors lie.
+        blocks: Of the cache.
     """
 
-    def __init__(self, trt: Any, form: PluginForm, plugin: Any, place: Callable[[Tensor], int]) -> None:
-        self.trt, self.form, self.plugin, self.place = trt, form, plugin, place
-        self.pools = pools(form)
+    def __init__(
+        self,
+        trt: Any,
+        form: PluginForm,
+        plugin: Any,
+        place: Callable[[Tensor], int],
+        *,
+        device: str = "cpu",
+        blocks: int = BLOCKS,
+    ) -> None:
+        self.trt, self.form, self.plugin, self.place, self.device = trt, form, plugin, place, device
+        self.pools = {name: pool.to(device) for name, pool in pools(form, blocks).items()}
 
-    def enqueue(self, step: Step, workspace: Tensor, stream: int = 0) -> Tensor:
-        """Run a step; return the output, full of NaN before."""
+    def prepare(self, step: Step) -> Prepared:
         shape, arrays = self.form.shape, step.arrays | self.pools
-        tokens = len(step.expected)
-        out = torch.full((tokens, shape.heads, shape.value_dim), NAN, dtype=torch_dtype(shape.dtype))
-        inputs = [arrays[tensor.name].contiguous() for tensor in self.form.inputs]
-        outputs = [out, *(self.pools[tensor.name] for tensor in self.form.outputs[1:])]
+        out = torch.empty(len(step.expected), shape.heads, shape.value_dim, dtype=torch_dtype(shape.dtype))
+        inputs = [arrays[tensor.name].contiguous().to(self.device) for tensor in self.form.inputs]
+        outputs = [out.fill_(NAN).to(self.device), *(self.pools[tensor.name] for tensor in self.form.outputs[1:])]
         described = [description(self.trt, t, tuple(x.shape)) for t, x in zip(self.form.inputs, inputs, strict=True)]
         results = [description(self.trt, t, tuple(x.shape)) for t, x in zip(self.form.outputs, outputs, strict=True)]
-        self.kept = inputs  # as long as the device may read them
-        addresses = [self.place(x) for x in inputs]
-        by_tensor = {id(x): address for x, address in zip(inputs, addresses, strict=True)}
-        targets = [by_tensor.get(id(x)) or self.place(x) for x in outputs]
-        self.plugin.enqueue(described, results, addresses, targets, self.place(workspace), stream)
-        return out
+        return Prepared(inputs, outputs, described, results)
+
+    def run(self, prepared: Prepared, workspace: Tensor, stream: int = 0) -> Tensor:
+        """Enqueue; return the output, which is full of NaN until the kernels have run."""
+        addresses = [self.place(x) for x in prepared.inputs]
+        known = dict(zip(map(id, prepared.inputs), addresses, strict=True))
+        targets = [known.get(id(x)) or self.place(x) for x in prepared.outputs]
+        described = (prepared.input_desc, prepared.output_desc)
+        self.plugin.enqueue(*described, addresses, targets, self.place(workspace), stream)
+        self.kept = prepared  # as long as the device may read it
+        return prepared.outputs[0]
+
+    def enqueue(self, step: Step, workspace: Tensor, stream: int = 0) -> Tensor:
+        return self.run(self.prepare(step), workspace, stream)
 
     def workspace_bytes(self, tokens: int, sequences: int) -> int:
         sizes = {"T": tokens, "B": sequences, "B1": sequences + 1, "S": len(self.pools["key_pool"])}

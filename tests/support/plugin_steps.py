@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,16 @@ PLAIN = AttentionShape(2, 1, 16, 16, scale=0.25, dtype="float32", kv_dtype="floa
 EXACT_SCALE = 0.25  # of caches with one scale a layer
 
 
-def form(layout: str = "separate", rotary_dim: int = 0, interleaved: bool = False, **changes: Any) -> PluginForm:
+def form(
+    layout: str = "separate",
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    table_stride: int = STRIDE,
+    **changes: Any,
+) -> PluginForm:
     """Return PLAIN's form with other features; `changes` are those of AttentionShape."""
     shape = replace(PLAIN, **changes)
-    return PluginForm(shape, 3, STRIDE, layout, rotary_dim, interleaved)  # type: ignore[arg-type]
+    return PluginForm(shape, 3, table_stride, layout, rotary_dim, interleaved)  # type: ignore[arg-type]
 
 
 # What each feature of the plugin is, as arguments of `form`.
@@ -75,25 +81,31 @@ def requests() -> list[Request]:
     ]
 
 
-def steps(form: PluginForm, seed: int = 0) -> Iterator[Step]:
-    """Yield random steps of three sequences, to their end: mixed ones at first, then decode steps."""
+def steps(
+    form: PluginForm, seed: int = 0, waiting: Sequence[Request] | None = None, blocks: int = BLOCKS
+) -> Iterator[Step]:
+    """Yield random steps of sequences, to their end: mixed ones at first, then decode steps.
+
+    waiting: the sequences, three short ones if None. blocks: of the cache.
+    """
     shape, random = form.shape, torch.Generator().manual_seed(seed)
     dtype = torch_dtype(shape.dtype)
 
     def draw(*dims: int) -> Tensor:
         return torch.randn(*dims, generator=random).to(dtype)
 
-    state = PagedState(BLOCKS, PAGE)
+    state = PagedState(blocks, shape.page)
     fixed = {"sinks": torch.randn(shape.heads, generator=random)} if shape.sinks else {}
     if shape.alibi:
         fixed["slopes"] = torch.rand(shape.heads, generator=random)
-    free = torch.randperm(BLOCKS, generator=random).tolist()
-    waiting, clock = requests(), 0
+    free = torch.randperm(blocks, generator=random).tolist()
+    waiting = [Request(r.tokens, r.prompt, r.chunks, r.arrives) for r in waiting or requests()]
+    clock = 0
     while any(request.done < len(request.tokens) for request in waiting):
         active = [r for r in waiting if r.arrives <= clock and r.done < len(r.tokens)]
         clock += 1
-        batch, _ = next_step(active, free, PAGE, True)
-        tables = np.zeros((len(active), STRIDE), np.int32)
+        batch, _ = next_step(active, free, shape.page, True)
+        tables = np.zeros((len(active), form.table_stride), np.int32)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         tokens = len(batch.input_ids)
         paging = {
@@ -147,9 +159,9 @@ def scales(shape: AttentionShape, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     return {}
 
 
-def pools(form: PluginForm) -> dict[str, Tensor]:
+def pools(form: PluginForm, blocks: int = BLOCKS) -> dict[str, Tensor]:
     """Caches full of NaN (127 in int8), and their scales: what nothing was written to must not be read."""
-    shape, slots = form.shape, BLOCKS * PAGE
+    shape, slots = form.shape, blocks * form.shape.page
     dtype = torch_dtype(shape.kv_dtype)
     poison = float("nan") if dtype.is_floating_point else 127
     made = {
