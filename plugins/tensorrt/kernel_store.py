@@ -25,8 +25,3 @@ def find(digest: str, where: str) -> KernelSet:
             hint="build the engine with llmbuild: the ONNX file alone holds no kernels",
         )
     return _KERNELS[digest]
-
-
-def forget() -> None:
-    """Drop all: engines that were built have their own copies."""
-    _KERNELS.clear()

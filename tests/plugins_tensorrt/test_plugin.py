@@ -9,12 +9,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+import torch
 
+from llmbuild.builder.targets.base import Limits
+from llmbuild.builder.targets.tensorrt.graph import lower
 from llmbuild.builder.targets.tensorrt.plugin_kernels import compile_kernels
+from llmbuild.builder.targets.tensorrt.surgery import add_plugins
 from llmbuild.errors import ConfigError, EngineError
 from llmbuild.plugins.tensorrt import fields, kernel_store
 from llmbuild.plugins.tensorrt.form import PluginForm
@@ -22,6 +28,7 @@ from llmbuild.plugins.tensorrt.program import KernelSet, PluginProgram
 from support.plugin_bindings import HAS_LIBRARY, plugin_module, trt
 from support.plugin_node import description, dynamic
 from support.plugin_steps import FORMS, form
+from support.tensorrt_graphs import optimized
 
 SM = 90
 SIZES = {"T": 40, "B": 5, "B1": 6, "S": 96}
@@ -301,3 +308,22 @@ def test_fields_of_two_nodes_do_not_share_memory() -> None:
     first, second = a.get_fields_to_serialize(), b.get_fields_to_serialize()
     windows = [next(int(f.data[0]) for f in each if f.name == "window") for each in (first, second)]
     assert windows == [5, 7]
+
+
+def test_nodes_of_a_graph_become_plugins(tmp_path: Path) -> None:
+    """From a traced model to plugins, as TensorRT's ONNX parser makes them: attributes of the node are the fields."""
+    pytest.importorskip("onnx_graphsurgeon")
+    program = optimized(tmp_path, "gemma2", dtype=torch.bfloat16)
+    limits = Limits(max_batch_size=4, max_num_tokens=32, max_seq_len=40, block_size=8)
+    lowered = lower(program, limits, target="tensorrt", paged=True).model("plugins")
+    model, forms = add_plugins(lowered, limits, lambda asked: kernel_store.provide(kernels_of(asked)))
+    nodes = {node.name: node for node in model.graph.node if node.op_type == "PagedAttention"}
+    assert nodes.keys() == forms.keys() and len(nodes) == len(program.kv_layers)
+    for name, node in nodes.items():
+        given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        assert given["plugin_namespace"].decode() == creator().plugin_namespace
+        kinds = fields.FORM | fields.BUILD
+        text = {key: value.decode() if isinstance(value, bytes) else value for key, value in given.items()}
+        plugin = create(fields.to_fields({key: text[key] for key in kinds}))
+        assert plugin.form == forms[name] and plugin.form.shape.dtype == "bfloat16"
+        assert len(node.input) == len(plugin.form.inputs) and len(node.output) == plugin.num_outputs
