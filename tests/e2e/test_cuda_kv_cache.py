@@ -25,8 +25,14 @@ from support.tiny_models import save_tiny, tiny_model
 pytestmark = pytest.mark.gpu
 
 TEXT = "Forty winks, and then the rain came down on the roof of the old mill. " * 8
-# float32: a number between two steps of 8 bits may be rounded to either. bfloat16: the rounding of everything else.
-TOLERANCES = {"float32": 5e-3, "bfloat16": 5e-2}
+# float32: a number between two steps of 8 bits may be rounded to either (an H200 shows 1e-6). bfloat16: the rounding of
+# everything else, and with it many more of these numbers, whose steps are 6% in fp8 (0.05 to 0.16) and 1% in int8 (0.02).
+TOLERANCES = {
+    ("fp8", "float32"): 5e-3,
+    ("int8", "float32"): 5e-3,
+    ("fp8", "bfloat16"): 0.25,
+    ("int8", "bfloat16"): 5e-2,
+}
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +47,11 @@ def requests() -> list[Request]:
     return [Request(draw[:40], prompt=30, chunks=(13,)), Request(draw[40:], prompt=1, arrives=2)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("cache", ["fp8", "int8"])
+@pytest.mark.parametrize(("cache", "dtype"), TOLERANCES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "minicpm3"])
 def test_logits_are_those_of_the_oracle(family: str, cache: str, dtype: str, sm: str, tmp_path: Path) -> None:
+    if family == "minicpm3" and dtype != "float32":
+        pytest.skip("refused by the build: tests/targets/test_cuda_kv_cache.py")
     (tmp_path / "text.txt").write_text(TEXT)
     calibrated = {"calibration_text": tmp_path / "text.txt", "calibration_tokens": 300} if cache == "fp8" else {}
     config = BuildConfig(
@@ -71,4 +78,4 @@ def test_logits_are_those_of_the_oracle(family: str, cache: str, dtype: str, sm:
     assert np.isfinite(found[asked]).all()
     error = np.abs(found - expected)[asked].max() / np.abs(expected[asked]).max()
     print(f"{family} {cache} {dtype}: {error:.1e}")
-    assert error < TOLERANCES[dtype]
+    assert error < TOLERANCES[cache, dtype]

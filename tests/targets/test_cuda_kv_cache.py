@@ -18,6 +18,7 @@ from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.cuda.aot import compile_spec
 from llmbuild.builder.targets.cuda.lowering import plan_program
 from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
+from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.recipes import KvCache, find_recipe
 from llmbuild.runtime.executors.cuda.memory import block_bytes
@@ -85,6 +86,14 @@ def test_pools_take_the_bytes_that_the_engine_says(cache: KvCache | None, tmp_pa
     numbers = {None: "float32", "fp8": "uint8", "int8": "int8"}[cache and cache.dtype]
     scales = dict.fromkeys(("key_scales", "value_scales"), "float32") if numbers == "int8" else {}
     assert kinds == {"keys": numbers, "values": numbers} | scales
+
+
+def test_values_narrower_than_keys_are_refused_in_half_precision(tmp_path: Path) -> None:
+    path = save_tiny(tiny_model("minicpm3"), tmp_path / "model", tokenizer=False)
+    program = load_program(path, dtype=torch.bfloat16)
+    optimize(program, replace(find_recipe("none"), kv_cache=KvCache("int8")))
+    with pytest.raises(UnsupportedError, match="an 8-bit KV cache with 24 channels of keys and 16 of values"):
+        plan_program(program, LIMITS, HARDWARE)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
