@@ -167,7 +167,7 @@ def peers(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines():
         row = json.loads(line) if line.startswith("{") else {}
         if "start_s" in row:
-            row = {"peer": f"{row['peer']}-{row['version']}", "kind": "start", "seconds": row["start_s"]} | row
+            row |= {"peer": f"{row['peer']}-{row['version']}", "kind": "start", "seconds": row["start_s"]}
         names = {"n": "B", "sec": "seconds"} if row.get("kind") == "throughput" else {}
         if "kind" in row:
             found.append({names.get(name, name): value for name, value in row.items()})

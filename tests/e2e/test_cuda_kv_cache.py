@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 TEXT = "Forty winks, and then the rain came down on the roof of the old mill. " * 8
 # float32: a number between two steps of 8 bits may be rounded to either (an H200 shows 1e-6). bfloat16: the rounding of
-# everything else, and with it many more of these numbers, whose steps are 6% in fp8 (0.05 to 0.16) and 1% in int8 (0.02).
+# everything else, and with it many more of these numbers: steps are 6% in fp8 (0.05 to 0.16) and 1% in int8 (0.02).
 TOLERANCES = {
     ("fp8", "float32"): 5e-3,
     ("int8", "float32"): 5e-3,
