@@ -28,8 +28,8 @@ pytestmark = pytest.mark.gpu
 TEXT = "Forty winks, and then the rain came down on the roof of the old mill. " * 8
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
 # Of the median row. A number that lies between two 8-bit floats falls otherwise when anything before it is rounded, and
-# then differs by 6%: in float32 the sums of tensor cores (an H200 shows 0.026), else the dtype (0.05 to 0.10). The router
-# of Mixtral then takes other experts (0.13). What is computed wrongly is off by about 1.
+# then differs by 6%: in float32 the sums of tensor cores (an H200 shows 0.026), else the dtype (0.05 to 0.10). Mixtral
+# then takes other experts (0.13). What is computed wrongly is off by about 1.
 TOLERANCES = {"float32": 0.06, "bfloat16": 0.2, "float16": 0.2}
 
 
