@@ -48,7 +48,7 @@ def test_float32_tokens_are_those_of_transformers(name: str, sm: str, tmp_path: 
     assert outcome.error < 1e-4
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma2", "qwen3"))
+@pytest.mark.parametrize("name", ("llama", "gemma2", "qwen3", "minicpm3"))
 def test_bfloat16_picks_the_tokens_of_transformers(name: str, sm: str, tmp_path: Path) -> None:
     """Teacher-forced: at how many of the positions the likeliest token is that of transformers in bfloat16."""
     model, sequences, found = bfloat16_choices(name, sm, tmp_path)
