@@ -89,7 +89,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
     with EngineWriter(config.output, force=config.force) as writer:
         writer.expect(sections.least_weight_bytes(program))
         with phase("weights", seconds):
-            options = CompileOptions(limits, dtype, under("weights", progress), choices.sm)
+            options = CompileOptions(limits, dtype, under("weights", progress), choices.sm, config.builder_options)
             compiled = target.compile(program, options, writer.directory)
         sections.write_tokenizer(program, writer.directory)
         record = measured.write(writer.directory) if measured else None
@@ -100,7 +100,7 @@ def build(config: BuildConfig, *, progress: Progress | None = None) -> BuildRepo
                 target=sections.target(target.name, compiled),
                 precision=sections.precision(dtype, choices.quant, compiled),
                 limits=sections.limits(limits),
-                kv_cache=sections.kv_cache(program, dtype, limits, choices.recipe.kv_cache),
+                kv_cache=sections.kv_cache(program, dtype, limits, choices.recipe.kv_cache, compiled.block_size),
                 build=sections.build(choices, dtype, limits, choices.sm, statistics.section()),
                 progress=under("write", progress),
             )

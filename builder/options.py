@@ -39,9 +39,11 @@ class BuildConfig:
     Args:
         model: Hugging Face directory, or a `.gguf` file.
         output: The engine directory to write.
-        target: "cpu" or "cuda"; None takes cpu.
+        target: "cpu", "cuda" or "tensorrt-rtx"; None takes cpu.
         dtype: Computation dtype, "float32"; None takes the target's own.
-        sm: Kinds of GPU to compile for, "80,90"; None compiles for all that are known. Only with the cuda target.
+        sm: Kinds of GPU to compile for, "80,90"; None compiles for all that are known, or the target's usual ones. Not
+            with the cpu target.
+        builder_options: "NAME=VALUE" each, as trtexec names them. Only with the tensorrt-rtx target.
         quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and what a quantized checkpoint stores
             ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
@@ -77,6 +79,7 @@ class BuildConfig:
     target: str | None = None
     dtype: str | None = None
     sm: str | None = None
+    builder_options: tuple[str, ...] = ()
     quant: str | None = None
     exclude: tuple[str, ...] = ()
     quant_layers: tuple[str, ...] = ()
@@ -173,7 +176,7 @@ def choose(config: BuildConfig) -> Choices:
         ModelError: Two files say different things about how a checkpoint is quantized.
     """
     from llmbuild.builder.frontend.quantized_config import stored_quantization
-    from llmbuild.builder.targets.cuda.sms import SMS
+    from llmbuild.builder.targets.gpus import gpus_of
     from llmbuild.quantization.recipes import customized
 
     notes = []
@@ -183,6 +186,7 @@ def choose(config: BuildConfig) -> Choices:
         notes.append("target cpu: --target cuda makes an engine for NVIDIA GPUs")
     _check_target_name(target)
     _check_sm(config.sm, target)
+    _check_builder_options(config.builder_options, target)
     if config.dtype is not None and config.dtype not in DTYPES:
         raise ConfigError(
             f"unknown dtype {config.dtype!r}", where=_option("dtype"), hint=nearest(config.dtype, list(DTYPES))
@@ -207,8 +211,10 @@ def choose(config: BuildConfig) -> Choices:
             hint="leave --quant out, or choose int8-wo or int4-wo",
         )
     recipe, sm = _choose_float8(config, target, recipe, notes)
-    if target == "cuda" and sm is None:
-        notes.append(f"sm {','.join(map(str, SMS))}: all that are known; fewer are built faster")
+    gpus = gpus_of(target)
+    if gpus is not None and sm is None:
+        which = "all that are known" if target == "cuda" else "usual ones"
+        notes.append(f"sm {','.join(map(str, gpus.default))}: {which}; fewer are built faster")
     return Choices(target, quant, recipe, notes, sm)
 
 
@@ -297,11 +303,12 @@ def _check_calibration(config: BuildConfig, recipe: Recipe, notes: list[str]) ->
 def _choose_float8(config: BuildConfig, target: str, recipe: Recipe, notes: list[str]) -> tuple[Recipe, str | None]:
     """Return the recipe and the SMs, as --sm takes them, after looking at which of them multiply 8-bit floats."""
     from llmbuild.builder.frontend.quantized_config import stored_quantization, stores_float8
-    from llmbuild.builder.targets.cuda.sms import FLOAT8_SMS, parse_sms
+    from llmbuild.builder.targets.gpus import gpus_of
     from llmbuild.quantization.recipes import RECIPES, multiplying_float8
 
     asked = recipe.float8
-    if target != "cuda":
+    gpus = gpus_of(target)
+    if gpus is None:
         if asked is not None:
             others = ", ".join(each.name for each in RECIPES.values() if each.float8 is None)
             raise UnsupportedError(
@@ -311,13 +318,13 @@ def _choose_float8(config: BuildConfig, target: str, recipe: Recipe, notes: list
             )
         return recipe, config.sm
     stored = config.model.suffix != ".gguf" and recipe.keeps_stored and stores_float8(stored_quantization(config.model))
-    if asked is None and not stored:
+    if asked is None and not (stored and gpus.products):
         return recipe, config.sm
-    able = ",".join(map(str, FLOAT8_SMS))
+    able = ",".join(map(str, gpus.float8))
     if config.sm is None:
         notes.append(f"sm {able}: those that multiply 8-bit floats; fewer are built faster")
         return multiplying_float8(recipe), able
-    if unable := [sm for sm in parse_sms(config.sm) if sm not in FLOAT8_SMS]:
+    if unable := [sm for sm in gpus.parse(config.sm) if not gpus.can_float8(sm)]:
         what = f"SM {', '.join(map(str, unable))} cannot multiply 8-bit floats"
         if asked is not None:
             raise UnsupportedError(
@@ -331,13 +338,27 @@ def _choose_float8(config: BuildConfig, target: str, recipe: Recipe, notes: list
 
 
 def _check_sm(sm: str | None, target: str) -> None:
-    from llmbuild.builder.targets.cuda.sms import parse_sms
+    from llmbuild.builder.targets.gpus import gpus_of
 
-    if target != "cuda":
-        if sm is not None:
-            raise ConfigError(f"the {target} target is compiled for no GPU", where="--sm", hint="leave --sm out")
-    elif sm is not None:
-        parse_sms(sm)
+    gpus = gpus_of(target)
+    if sm is None:
+        return
+    if gpus is None:
+        raise ConfigError(f"the {target} target is compiled for no GPU", where="--sm", hint="leave --sm out")
+    gpus.parse(sm)
+
+
+def _check_builder_options(options: tuple[str, ...], target: str) -> None:
+    if target == "tensorrt-rtx":
+        from llmbuild.builder.targets.tensorrt.builder_options import parse
+
+        parse(options)
+    elif options:
+        raise ConfigError(
+            f"the {target} target has no builder of a vendor to give options to",
+            where="--builder-option",
+            hint="leave it out, or use --target tensorrt-rtx",
+        )
 
 
 def _check_target_name(target: str) -> None:

@@ -53,15 +53,21 @@ def limits(limits: Limits) -> LimitsSection:
     )
 
 
-def kv_cache(program: Program, dtype: str, limits: Limits, cache: KvCache | None) -> KVCacheSection:
-    """Return the section. dtype: what is computed in, which a cache is in unless it is `cache`."""
+def kv_cache(
+    program: Program, dtype: str, limits: Limits, cache: KvCache | None, block_size: int | None = None
+) -> KVCacheSection:
+    """Return the section. dtype: what is computed in, which a cache is in unless it is `cache`.
+
+    block_size: of the engine, where it is not that of `limits`.
+    """
     layers = [
         LayerKVSection(
             num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, v_head_dim=layer.v_head_dim, window=layer.window
         )
         for layer in program.kv_layers
     ]
-    return KVCacheSection(dtype=dtype if cache is None else cache.name, block_size=limits.block_size, layers=layers)
+    name = dtype if cache is None else cache.name
+    return KVCacheSection(dtype=name, block_size=block_size or limits.block_size, layers=layers)
 
 
 def build(

@@ -41,7 +41,8 @@ def convert(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="cpu|cuda|tensorrt|tensorrt-rtx", help="What runs the engine. This version has cpu and cuda."
+            metavar="cpu|cuda|tensorrt|tensorrt-rtx",
+            help="What runs the engine. This version has cpu, cuda and tensorrt-rtx.",
         ),
     ] = None,
     dtype: Annotated[
@@ -53,7 +54,16 @@ def convert(
     sm: Annotated[
         str | None,
         typer.Option(
-            metavar="80,90", help="GPUs to compile for, with --target cuda: 80, 86, 89, 90, 100, 120. Left out: all."
+            metavar="80,90",
+            help="GPUs to compile for. cuda: 80, 86, 89, 90, 100, 120, left out: all. tensorrt-rtx: 75, 80, 86, 89, "
+            "120, 121, left out: 86, 89 and 120.",
+        ),
+    ] = None,
+    builder_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Tell TensorRT's builder, as trtexec does (builderOptimizationLevel=5). May be given several times.",
         ),
     ] = None,
     quant: Annotated[
@@ -165,6 +175,7 @@ def convert(
             target=target,
             dtype=dtype,
             sm=sm,
+            builder_options=tuple(builder_option or ()),
             quant=quant,
             exclude=tuple(exclude or ()),
             quant_layers=tuple(quant_layer or ()),

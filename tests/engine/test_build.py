@@ -187,7 +187,11 @@ def test_paths_and_times_leave_no_trace(tmp_path, seams):
             UnsupportedError,
             "target 'tensorrt' is not in this version of llmbuild\n  where: --target\n  next:  available: cpu",
         ),
-        (dict(target="tensorrt-rtx"), UnsupportedError, "target 'tensorrt-rtx' is not in this version of llmbuild"),
+        (
+            dict(builder_options=("noTF32",)),
+            ConfigError,
+            "the cpu target has no builder of a vendor to give options to\n  where: --builder-option",
+        ),
         (dict(sm="90"), ConfigError, "the cpu target is compiled for no GPU\n  where: --sm\n  next:  leave --sm out"),
         (dict(target="cpuu"), ConfigError, "unknown target 'cpuu'\n  where: --target\n  next:  did you mean 'cpu'?"),
         (

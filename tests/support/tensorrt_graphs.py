@@ -47,7 +47,7 @@ class Twin:
         options.log_severity_level = 3
         options.intra_op_num_threads = 1
         self.session = ort.InferenceSession(filled(model, emitter).SerializeToString(), options)
-        self.runs = SlotRuns(slots, emitter.limits.block_size, prefill_batch=2, max_rows=8)
+        self.runs = SlotRuns(slots, emitter.limits.block_size, prefill_batch=2)
         self.slots = {
             item.name: np.zeros([slots, *item.shape[1:]], np.float32)
             for item in self.session.get_inputs()

@@ -68,7 +68,7 @@ class Capability:
             )
         return sms
 
-    def check_types(self, sms: tuple[int, ...], dtype: str, recipe: str, *, float8: bool) -> None:
+    def check_types(self, sms: tuple[int, ...], dtype: str, *, float8: bool) -> None:
         """Check that every GPU of the engine has the types it computes with.
 
         Raises:
@@ -82,7 +82,7 @@ class Capability:
             )
         if float8 and (lacking := [sm for sm in sms if sm < FLOAT8_FROM]):
             raise UnsupportedError(
-                f"SM {', '.join(map(str, lacking))} has no 8-bit floats, which recipe {recipe!r} asks for",
+                f"SM {', '.join(map(str, lacking))} has no 8-bit floats, which this recipe multiplies",
                 where="--quant",
                 hint=f"use --quant int8-wo-channel or int4-wo-g128, or --sm with {FLOAT8_FROM} and above",
             )

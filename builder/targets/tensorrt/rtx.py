@@ -46,7 +46,7 @@ class RtxTarget:
     """See the module."""
 
     name = RTX.target
-    dtypes = ("bfloat16", "float16")
+    dtypes = ("bfloat16", "float16", "float32")
     kv_caches: tuple[str, ...] = ()
 
     def probe(self) -> str | None:
@@ -60,7 +60,7 @@ class RtxTarget:
     def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
         sms = RTX.default_sms if options.sm is None else RTX.parse_sms(options.sm)
         asked = builder_options.parse(options.builder_options)
-        RTX.check_types(sms, options.dtype, "of this build", float8=uses_float8(program))
+        RTX.check_types(sms, options.dtype, float8=uses_float8(program))
         limits = slot_limits(options.limits)
         emitter = lower(program, limits, target=self.name, paged=False)
         program.rewrites.append(kept_small(program, options.dtype))
@@ -88,6 +88,7 @@ class RtxTarget:
         toolchain = {name: importlib.metadata.version(name) for name in ("onnx", RTX.package, "torch", "transformers")}
         section = {
             "sms": list(sms),
+            "known_sms": list(RTX.sms),
             "engine": ENGINE,
             "model": MODEL,
             "layers": LAYERS,

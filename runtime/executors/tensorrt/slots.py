@@ -48,14 +48,12 @@ class SlotRuns:
     Args:
         slots: Number of slots.
         capacity: Tokens of a slot.
-        prefill_batch: Most prompts in one run.
-        max_rows: Most logits rows of one run.
+        prefill_batch: Most prompts, and most logits rows, of one run over prompts.
     """
 
-    def __init__(self, slots: int, capacity: int, *, prefill_batch: int, max_rows: int) -> None:
+    def __init__(self, slots: int, capacity: int, *, prefill_batch: int) -> None:
         self.capacity = capacity
         self.prefill_batch = prefill_batch
-        self.max_rows = max_rows
         self.filled = np.zeros(slots, np.int64)
 
     def split(self, step: StepInput) -> list[Run]:
@@ -111,7 +109,8 @@ class SlotRuns:
             "key_positions": np.arange(keys, dtype=np.int32),
         }
         rows = np.flatnonzero(place[step.logits_indices] >= 0)
-        pieces = [rows[at : at + self.max_rows] for at in range(0, len(rows), self.max_rows)] or [rows]
+        most = batch if tokens == 1 else self.prefill_batch
+        pieces = [rows[at : at + most] for at in range(0, len(rows), most)] or [rows]
         return [Run(first, {**inputs, "logits_indices": wanted(place, step, piece)}, piece) for piece in pieces]
 
 

@@ -71,7 +71,8 @@ def dims(e: Emitter, *parts: int | str) -> str:
 def cached(e: Emitter, name: str, new: fx.Node) -> str:
     """Write `new` [B·T, H, D] into the slots `name` and return their first S tokens, [B, H, S, D]."""
     heads, width = int(size(new)[1]), int(size(new)[2])
-    kind, whole = ONNX_TYPES[dtype(new)], [BATCH, heads, e.limits.block_size, width]
+    kind = ONNX_TYPES[dtype(new)]
+    whole: list[int | str] = [BATCH, heads, e.limits.block_size, width]
     slots = e.add_input(name, kind, whole)
     at = e.add_input("write_indices", TensorProto.INT64, [BATCH])
     written = e.op("TensorScatter", slots, by_head(e, e.tensor(new), heads, width), at, axis=2, mode="linear")

@@ -98,11 +98,12 @@ def block_weight(e: Emitter, weight: Blocks, want: torch.dtype, experts: int | N
     per_row = weight.blocks == 1 and experts is None
     of_scales = rows if per_row else (*rows, weight.blocks)
     scales = bits_entry(of_scales, want, lambda: (piece.load()[1] for piece in weight.pieces()), weight.source)
-    int4 = {"kind": TensorProto.INT4, "dims": (*rows, weight.columns)} if four else {}
-    q = e.external_once(f"{weight.name}.q", values, **int4)
+    kind, dims = (TensorProto.INT4, (*rows, weight.columns)) if four else (None, None)
+    q = e.external_once(f"{weight.name}.q", values, kind, dims)
     s = e.external_once(f"{weight.name}.scale.{named}", scales)
-    form = {"axis": 0} if per_row else {"axis": len(rows), "block_size": weight.block_size}
-    return e.shared((f"{weight.name}.{named}",), lambda: e.op("DequantizeLinear", q, s, **form))
+    axis, block = (0, None) if per_row else (len(rows), weight.block_size)
+    dequantize = lambda: e.op("DequantizeLinear", q, s, axis=axis, block_size=block)  # noqa: E731
+    return e.shared((f"{weight.name}.{named}",), dequantize)
 
 
 def quantized_weights(program: Program) -> Iterator[tuple[Any, ...]]:

@@ -51,9 +51,7 @@ def linear_scaled(e: Emitter, node: fx.Node) -> str:
     of_rows = e.constant(1, np.float32) if static is None else static_scale(e, static)
     per_row = [] if block[0] >= int(size(w)[0]) else [-1]
     of_weight = e.shared((f"{w_scale.name}.flat",), lambda: reshape(e, e.tensor(w_scale), *per_row))
-    # One scale for all has no axis; the default would ask for one.
-    axis = {"axis": 0} if per_row else {}
-    weight = e.op("DequantizeLinear", e.tensor(w), of_weight, output_dtype=to, **axis)
+    weight = e.op("DequantizeLinear", e.tensor(w), of_weight, output_dtype=to, axis=0 if per_row else None)
 
     def compute(rows: str) -> str:
         return e.op("Gemm", e.op("DequantizeLinear", rows, of_rows, output_dtype=to), weight, transB=1)
