@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from llmbuild.builder.targets.tensorrt.builder_options import BuilderOptions, pa
 from llmbuild.builder.targets.tensorrt.capabilities import RTX
 from llmbuild.builder.targets.tensorrt.layers import layers
 from llmbuild.builder.targets.tensorrt.profiles import profiles
+from llmbuild.cli.layers import print_layers_of
 from llmbuild.errors import ConfigError, LLMBuildError, UnsupportedError
 from support.tensorrt_graphs import LIMITS, optimized
 
@@ -295,3 +297,14 @@ def test_what_convert_refuses_before_it_starts(changes: dict, kind: type, text: 
     with pytest.raises(kind) as caught:
         choose(BuildConfig(model=tmp_path, output=tmp_path / "e", target="tensorrt-rtx", **changes))
     assert str(caught.value).startswith(text)
+
+
+def test_inspect_shows_layers_profiles_and_memory(llama, capsys) -> None:
+    _, directory, compiled = llama
+    target = SimpleNamespace(section=compiled.section)
+    engine = SimpleNamespace(manifest=SimpleNamespace(target=target), file=lambda name: directory / name)
+    print_layers_of(engine)  # type: ignore[arg-type]
+    shown = capsys.readouterr().out
+    assert "paged" in shown and "BFloat16" in shown
+    assert "Profile 0" in shown and "Profile 1" in shown and "of activations" in shown
+    assert "layers, " in shown and "of weights" in shown

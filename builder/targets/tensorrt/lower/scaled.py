@@ -11,9 +11,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
-from onnx import TensorProto
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, dtype, is_call, size
@@ -81,9 +81,7 @@ def static_scale(e: Emitter, scale: fx.Node) -> str:
 
 def zero_point(e: Emitter, want: torch.dtype) -> str:
     """Its type is what the operator quantizes to."""
-    if want is torch.int8:
-        return e.constant(0, np.int8)
-    return e.shared(("float8_zero",), lambda: e.op("Cast", e.constant(0, np.float32), to=TensorProto.FLOAT8E4M3FN))
+    return e.constant(0, np.int8 if want is torch.int8 else ml_dtypes.float8_e4m3fn)
 
 
 def whole_rows(node: fx.Node) -> str | None:
