@@ -41,6 +41,15 @@ def test_twin_gives_the_oracles_logits(family: str, tmp_path: Path) -> None:
     assert worst < 3e-5 * max(1.0, largest)
 
 
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("llama", "int4-wo-g32"), ("llama", "int8-wo-channel"), ("qwen3", "fp8")]
+)
+def test_twin_of_a_quantized_model(family: str, recipe: str, tmp_path: Path) -> None:
+    program = optimized(tmp_path, family, recipe)
+    worst, largest = differences(program, twin_of(program))
+    assert worst < 3e-5 * largest
+
+
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """A model whose layers look 6 tokens back, and its graph."""

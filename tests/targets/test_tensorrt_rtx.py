@@ -308,3 +308,13 @@ def test_inspect_shows_layers_profiles_and_memory(llama, capsys) -> None:
     assert "paged" in shown and "BFloat16" in shown
     assert "Profile 0" in shown and "Profile 1" in shown and "of activations" in shown
     assert "layers, " in shown and "of weights" in shown
+
+
+def test_products_of_8_bit_floats_build_where_a_gpu_has_them(tmp_path: Path) -> None:
+    program = optimized(tmp_path, "qwen3", "fp8", dtype=BF16)
+    with pytest.raises(UnsupportedError, match="SM 86 has no 8-bit floats"):
+        build(program, tmp_path / "refused", "86,89")
+    compiled = build(program, tmp_path / "engine", "89,120")
+    assert compiled.weight_bytes["float8_e4m3fn"] > 50_000
+    weights = {each for layer in read_layers(tmp_path / "engine")["layers"] for each in layer["weights"]}
+    assert any("FP8" in each.upper() or "FLOAT8" in each.upper() for each in weights), weights
