@@ -63,7 +63,7 @@ class Calibration:
         path = self.config.calibration
         if path is not None and path.exists():
             file = StatisticsFile(path)
-            check_covers(file, program, needed, [each.key for each in inputs])
+            check_covers(file, program, inputs, needed)
             self.file = file
         elif path is not None:
             self.file = self._gather(program, inputs, needed, path)
@@ -74,6 +74,12 @@ class Calibration:
             with tempfile.TemporaryDirectory(dir=parent, prefix=".calibration-") as folder:
                 self.file = self._gather(program, inputs, needed, Path(folder) / NAME)
                 _ = self.file.sha256  # read while it has a name; its pages stay mapped after that
+        return self.file
+
+    def gather(self, program: Program, inputs: Sequence[LinearInput], needed: frozenset[str]) -> StatisticsFile:
+        """As a call, but the file is written anew where there is one."""
+        assert self.config.calibration is not None
+        self.file = self._gather(program, inputs, needed, self.config.calibration)
         return self.file
 
     def section(self) -> dict[str, Any] | None:
@@ -92,7 +98,7 @@ class Calibration:
         text, windows = self._windows(program)
         dtype = str(inputs[0].x.meta["val"].dtype).removeprefix("torch.")
         layouts = {each.key: InputLayout(each.columns, each.weights(program), each.key in needed) for each in inputs}
-        description = describe(program, dtype, text, max(map(len, windows)), layouts)
+        description = describe(program, dtype, text, window_length(program), layouts)
         with StatisticsWriter(path, description) as writer:
             calibrate(program, windows, inputs, grams=needed, write=writer.write, progress=self.progress)
         return StatisticsFile(path)
@@ -106,9 +112,14 @@ class Calibration:
         text = load_text(path, "calibration", characters=CHARACTERS_A_TOKEN * tokens, option=option)
         info = program.info
         encoded = encode(program.tokenizer_files.get("tokenizer.json"), text.content, info.bos_token_id)
-        length = min(WINDOW, info.max_position_embeddings)
+        length = window_length(program)
         windows = cut(encoded, tokens=tokens, length=length, vocab_size=info.vocab_size, source=text.source)
         return TextUse(text.source, text.sha256, sum(map(len, windows))), windows
+
+
+def window_length(program: Program) -> int:
+    """Return the most tokens of a window; a short text makes shorter ones, and its statistics merge all the same."""
+    return min(WINDOW, program.info.max_position_embeddings)
 
 
 def describe(
@@ -130,8 +141,8 @@ def model_sha256(program: Program) -> str:
     return hashlib.sha256(json.dumps(sorted(program.info.source_files)).encode()).hexdigest()
 
 
-def check_covers(file: StatisticsFile, program: Program, needed: frozenset[str], keys: Sequence[str]) -> None:
-    """Raise ConfigError unless the statistics are of this very model and have all inputs, and the matrices needed."""
+def check_covers(file: StatisticsFile, program: Program, inputs: Sequence[LinearInput], needed: frozenset[str]) -> None:
+    """Raise ConfigError unless the statistics are of this very model and graph and have the Gram matrices needed."""
     known = file.description
     if known.model_sha256 != model_sha256(program):
         raise ConfigError(
@@ -139,19 +150,22 @@ def check_covers(file: StatisticsFile, program: Program, needed: frozenset[str],
             where=f"--calibration {file.path}",
             hint="give a path that does not exist yet to have this model calibrated",
         )
-    unknown = sorted(set(keys) - set(known.inputs))
+    columns = {key: layout.columns for key, layout in known.inputs.items()}
+    unknown = sorted(each.key for each in inputs if columns.get(each.key) != each.columns)
     if unknown:
         raise ConfigError(
-            f"the statistics know nothing of {unknown[0]}, and of {len(unknown) - 1} more inputs",
+            f"the statistics are of another graph of {known.model}: they lack the input of {unknown[0]} and of "
+            f"{len(unknown) - 1} more",
             where=f"--calibration {file.path}",
-            hint="another version made them: give a path that does not exist yet to calibrate again",
+            hint="another version of llmbuild or of transformers made them: give a path that does not exist yet",
         )
-    missing = sorted(key for key in needed if key not in known.inputs or not known.inputs[key].gram)
+    missing = sorted(key for key in needed if not known.inputs[key].gram)
     if missing:
         raise ConfigError(
             f"the statistics have no Gram matrix of the input of {missing[0]}, and of {len(missing) - 1} more",
             where=f"--calibration {file.path}",
-            hint="they were made for fewer layers: give a path that does not exist yet to calibrate again",
+            hint="they were made for another recipe or fewer layers: give a path that does not exist yet to calibrate "
+            "again",
         )
 
 

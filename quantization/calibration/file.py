@@ -71,7 +71,7 @@ class Description:
         return json.dumps(data, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str, path: Path) -> Description:
+    def from_json(cls, text: str, path: Path, option: str) -> Description:
         """Raises ConfigError if the text is of another version, or not what `to_json` writes."""
         try:
             data = json.loads(text)
@@ -79,8 +79,8 @@ class Description:
             if version != FORMAT_VERSION:
                 raise ConfigError(
                     f"statistics of format version {version}; this llmbuild reads {FORMAT_VERSION}",
-                    where=str(path),
-                    hint="calibrate again: give --calibration a new path",
+                    where=f"{option} {path}",
+                    hint="calibrate again, into a new file",
                 )
             data["texts"] = tuple(TextUse(**text) for text in data["texts"])
             data["inputs"] = {
@@ -89,7 +89,7 @@ class Description:
             }
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(path, error) from error
+            raise _damaged(path, option, error) from error
 
 
 class StatisticsWriter:
@@ -167,22 +167,22 @@ def tensors(inputs: Mapping[str, InputLayout]) -> list[tuple[str, torch.dtype, t
 class StatisticsFile:
     """An existing file. Tensors are read when they are asked for."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if `path` is not a statistics file."""
+    def __init__(self, path: Path, option: str = "--calibration") -> None:
+        """Raises ConfigError if `path`, which the user gave with `option`, is not a statistics file."""
         from safetensors import SafetensorError, safe_open
 
         self.path = path
         try:
             self.file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, error) from error
+            raise _damaged(path, option, error) from error
         metadata = self.file.metadata() or {}
         if METADATA not in metadata:
-            raise _damaged(path, "it has no llmbuild metadata")
-        self.description = Description.from_json(metadata[METADATA], path)
+            raise _damaged(path, option, "it has no llmbuild metadata")
+        self.description = Description.from_json(metadata[METADATA], path, option)
         wanted = {name for name, _, _ in tensors(self.description.inputs)}
         if set(self.file.keys()) != wanted:
-            raise _damaged(path, "its tensors are not those that its metadata describe")
+            raise _damaged(path, option, "its tensors are not those that its metadata describe")
 
     @cached_property
     def sha256(self) -> str:
@@ -229,24 +229,28 @@ class StatisticsFile:
         return InputStatistics(rows, part("absmax"), part("total"), gram, sample, histogram)
 
 
-def merge(paths: Sequence[Path], output: Path) -> None:
+def merge(paths: Sequence[Path], output: Path, option: str = "--from") -> None:
     """Write the statistics of all files together, as if their texts had been run in one calibration.
 
+    Args:
+        paths: In the order in which sums are added; that of floats makes the last bits.
+        output: Written beside its place and renamed.
+        option: What the user gives the paths with.
+
     Raises:
-        ConfigError: The files are not of the same model and inputs.
+        ConfigError: The files are not of the same model and inputs, or two of them of the same text.
     """
-    files = [StatisticsFile(path) for path in paths]
-    first = files[0].description
+    files = [StatisticsFile(path, option) for path in paths]
     for file in files[1:]:
-        for name in ("model_sha256", "dtype", "window", "inputs"):
-            mine, its = getattr(first, name), getattr(file.description, name)
-            if mine != its:
-                shown = f": {mine!r} and {its!r}" if name in ("dtype", "window") else ""
-                raise ConfigError(
-                    f"statistics that differ in {name} cannot be merged{shown}",
-                    where=f"{files[0].path}, {file.path}",
-                    hint="calibrate both with the same model and options",
-                )
+        difference = difference_of(files[0].description, file.description)
+        if difference is not None:
+            raise ConfigError(
+                f"statistics that differ cannot be merged: {difference}",
+                where=f"{option} {files[0].path} {option} {file.path}",
+                hint="calibrate both with the same model and options",
+            )
+    refuse_same_text(files, option)
+    first = files[0].description
     texts = tuple(text for file in files for text in file.description.texts)
     together = Description(**{**vars(first), "texts": texts})
     with StatisticsWriter(output, together) as writer:
@@ -257,9 +261,44 @@ def merge(paths: Sequence[Path], output: Path) -> None:
             writer.write(key, statistics)
 
 
-def _damaged(path: Path, why: object) -> ConfigError:
+def difference_of(first: Description, second: Description) -> str | None:
+    """Return in which way two descriptions are of different calibrations, or None if they can be added."""
+    if first.model_sha256 != second.model_sha256:
+        same = " (other files of it)" if first.model == second.model else ""
+        return f"they are of the models {first.model} and {second.model}{same}"
+    for name, what in (("dtype", "computed in"), ("window", "from windows of")):
+        mine, its = getattr(first, name), getattr(second, name)
+        if mine != its:
+            return f"one is {what} {mine}, the other {its}"
+    for key in sorted(first.inputs.keys() | second.inputs.keys()):
+        mine, its = first.inputs.get(key), second.inputs.get(key)
+        if mine is None or its is None:
+            return f"only one knows the input of {key}: their graphs differ"
+        if mine.gram != its.gram:
+            return f"only one has a Gram matrix of the input of {key}: they were made for different recipes"
+        if mine != its:
+            return f"the input of {key} is another in each: their graphs differ"
+    return None
+
+
+def refuse_same_text(files: Sequence[StatisticsFile], option: str) -> None:
+    """Raise ConfigError where a text would count twice."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        for text in file.description.texts:
+            if text.sha256 in seen:
+                raise ConfigError(
+                    f"both files are of the text {text.name}, which would count twice",
+                    where=f"{option} {seen[text.sha256]} {option} {file.path}",
+                    hint="leave one of them out",
+                )
+        seen.update((text.sha256, file.path) for text in file.description.texts)
+
+
+def _damaged(path: Path, option: str, why: object) -> ConfigError:
     return ConfigError(
         f"this is not a file of calibration statistics: {why}",
-        where=f"--calibration {path}",
-        hint="give the path of one, or a path that does not exist yet to have it written there",
+        where=f"{option} {path}",
+        hint="give the path of one, as `llmbuild calibrate` writes it; convert's --calibration also takes a path that "
+        "does not exist yet",
     )

@@ -205,10 +205,11 @@ def test_a_file_gives_back_what_was_written_and_is_always_the_same(tmp_path: Pat
 
 
 def test_merged_files_hold_the_statistics_of_both(tmp_path: Path) -> None:
-    paths = [written(tmp_path / "s", 1), written(tmp_path / "t", 3)]
+    second = replace(DESCRIPTION, texts=(TextUse("second", "3" * 64, 60),))
+    paths = [written(tmp_path / "s", 1), written(tmp_path / "t", 3, second)]
     merge(paths, tmp_path / "both")
     found, wanted = StatisticsFile(tmp_path / "both"), gathered(some_rows(1), some_rows(3))
-    assert found.description.texts == DESCRIPTION.texts * 2
+    assert found.description.texts == (*DESCRIPTION.texts, *second.texts)
     read = found.read("a.weight")
     assert read.rows == wanted.rows and read.gram is not None and wanted.gram is not None
     torch.testing.assert_close(read.gram, wanted.gram)
@@ -217,7 +218,7 @@ def test_merged_files_hold_the_statistics_of_both(tmp_path: Path) -> None:
 
 def test_files_of_different_models_are_not_merged(tmp_path: Path) -> None:
     other = replace(DESCRIPTION, model_sha256="2" * 64)
-    with pytest.raises(ConfigError, match="statistics that differ in model_sha256 cannot be merged"):
+    with pytest.raises(ConfigError, match=f"models {DESCRIPTION.model} and {DESCRIPTION.model} .other files of it."):
         merge([written(tmp_path / "s", 1), written(tmp_path / "t", 1, other)], tmp_path / "both")
     assert not (tmp_path / "both").exists()
 
