@@ -122,11 +122,6 @@ def window_length(program: Program) -> int:
     return min(WINDOW, program.info.max_position_embeddings)
 
 
-def window_length(program: Program) -> int:
-    """Return how many tokens a window has, unless the text ends before."""
-    return min(WINDOW, program.info.max_position_embeddings)
-
-
 def describe(
     program: Program, dtype: str, text: TextUse, window: int, inputs: Mapping[str, InputLayout]
 ) -> Description:
