@@ -3,7 +3,8 @@
 It reads one JSON object on stdin, works in the current directory and writes the engine there; stdout gets one JSON
 object, what happened. A process of its own for three reasons: a crash of the builder becomes a message; torch is not in
 its memory; and TensorRT orders what it writes by address, so that the same bytes come out only where addresses are the
-same. Hence one thread, no randomised addresses where the system allows that, and relative paths.
+same. Hence one thread, no randomised addresses where the system allows that, relative paths, and nothing that moves
+what Python allocates: the parent fixes hashes and environment, and no compiled module is read or written.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from typing import Any
 
 ADDR_NO_RANDOMIZE = 0x0040000
 AGAIN = "LLMBUILD_ADDRESSES"  # set once the process has tried to fix its addresses
+NO_CACHE = f"pycache_prefix={os.devnull}/none"  # a folder that cannot be there
 
 
 def fix_addresses() -> None:
     """Start this process again without address randomisation; go on as it is where that is not allowed."""
     if AGAIN in os.environ:
         return
-    os.environ[AGAIN] = "fixed"
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "personality"):
         return
     now = libc.personality(0xFFFFFFFF)
     if now == -1 or libc.personality(now | ADDR_NO_RANDOMIZE) == -1:
         return
-    os.execv(sys.executable, [sys.executable, "-m", "llmbuild.builder.targets.tensorrt.build_process"])
+    environment = {**os.environ, AGAIN: "fixed"}
+    module = "llmbuild.builder.targets.tensorrt.build_process"
+    os.execve(sys.executable, [sys.executable, "-B", "-X", NO_CACHE, "-m", module], environment)
 
 
 def main() -> None:
