@@ -24,8 +24,6 @@ from records import emit, environment, package_version, table, write_results
 from llmbuild.engine.expressions import evaluate
 from llmbuild.engine.kernel_pack import KernelPack
 from llmbuild.engine.launch_plan import ITEM_BYTES, GemmOp, KernelOp, LaunchPlan, Place
-from llmbuild.runtime.request import make_request
-from llmbuild.runtime.sampling_params import SamplingParams
 
 STEPS = 8  # that are traced
 BYTES_S = 4.4e12
@@ -58,11 +56,7 @@ def traced(server: Server, prompts: list[list[int]], max_tokens: int, skip: int,
     """Serve prompts; return the kernels of some steps after the first `skip`. first: the kernel that begins a step."""
     from torch.profiler import ProfilerActivity, profile
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    pool = server.executor.num_blocks * server.executor.block_size
-    for prompt in prompts:
-        server.count += 1
-        server.core.add(make_request(str(server.count), prompt, params, server.limits, pool_tokens=pool))
+    server.add(prompts, max_tokens)
     for _ in range(skip):
         server.core.step()
     with profile(activities=[ProfilerActivity.CUDA]) as found:

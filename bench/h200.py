@@ -77,16 +77,20 @@ class Server:
 
         return PendingTokens(result)
 
+    def add(self, prompts: list[list[int]], max_tokens: int) -> None:
+        """Queue greedy requests of so many new tokens each."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        pool = self.executor.num_blocks * self.executor.block_size
+        for prompt in prompts:
+            self.count += 1
+            self.core.add(make_request(str(self.count), prompt, params, self.limits, pool_tokens=pool))
+
     def run(self, prompts: list[list[int]], max_tokens: int) -> Events:
         """Serve all prompts at once."""
         self.sampled.clear()
         self.waited = 0.0
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        pool = self.executor.num_blocks * self.executor.block_size
         begin = time.perf_counter()
-        for prompt in prompts:
-            self.count += 1
-            self.core.add(make_request(str(self.count), prompt, params, self.limits, pool_tokens=pool))
+        self.add(prompts, max_tokens)
         ends = []
         while self.core.has_work:
             self.core.step()

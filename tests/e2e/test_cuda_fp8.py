@@ -12,20 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmbuild import BuildConfig, build
-from llmbuild.builder.calibration import Calibration
-from llmbuild.builder.frontend.load import load_program
-from llmbuild.builder.options import choose
-from llmbuild.builder.oracle import Oracle
-from llmbuild.builder.pipeline import optimize
-from llmbuild.plugins.attention_reference import PagedState
-from llmbuild.runtime.loading import load_engine
-from support.packed_driver import Request, drive
-from support.tiny_models import save_tiny, tiny_model
+from support.gpu_engines import against_oracle, gpu_sm, row_errors
+from support.packed_driver import Request
+from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
-TEXT = "Forty winks, and then the rain came down on the roof of the old mill. " * 8
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
 # Of the median row. A number that lies between two 8-bit floats falls otherwise when anything before it is rounded, and
 # then differs by 6%: in float32 the sums of tensor cores (an H200 shows 0.026), else the dtype (0.05 to 0.10). Mixtral
@@ -35,10 +27,9 @@ TOLERANCES = {"float32": 0.06, "bfloat16": 0.2, "float16": 0.2}
 
 @pytest.fixture(scope="session")
 def sm() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < (8, 9):
+    if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU that multiplies 8-bit floats")
-    return f"{major}{minor}"
+    return gpu_sm()
 
 
 def requests() -> list[Request]:
@@ -62,30 +53,16 @@ def requests() -> list[Request]:
 def test_logits_are_those_of_the_oracle(
     family: str, recipe: str, dtype: str, config: dict[str, Any], sm: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    calibrated: dict[str, Any] = {"calibration_text": tmp_path / "text.txt", "calibration_tokens": 300}
-    wanted = BuildConfig(
-        model=save_tiny(tiny_model(family, **config), tmp_path / "model"),
-        output=tmp_path / "engine",
-        target="cuda",
+    found, expected = against_oracle(
+        tiny_model(family, **config),
+        requests,
+        tmp_path,
+        calibrated=recipe == "fp8-static",
         sm=sm,
         dtype=dtype,
         quant=recipe,
-        max_batch_size=4,
         max_num_tokens=128,
-        max_seq_len=128,
-        **(calibrated if recipe == "fp8-static" else {}),
     )
-    program = load_program(wanted.model, dtype=torch.float32)
-    optimize(program, choose(wanted).recipe, calibrate=Calibration(wanted))
-    oracle, state = Oracle(program), PagedState(num_blocks=16, block_size=16)
-    arguments: dict[str, Any] = {"num_blocks": 16, "block_size": 16, "all_rows": False}
-    expected = np.concatenate(drive(lambda step: oracle.run(step, state).numpy(), requests(), **arguments))
-    engine = load_engine(build(wanted).output, kv_cache_blocks=16)
-    found = np.concatenate(drive(engine.executor.forward, requests(), **arguments))
-    engine.executor.close()
-    asked = ~np.isnan(expected).any(axis=1)
-    assert np.isfinite(found[asked]).all()
-    errors = np.abs(found - expected)[asked].max(axis=1) / np.abs(expected[asked]).max()
+    errors = row_errors(found, expected)
     print(f"{family} {recipe} {dtype}: median {np.median(errors):.1e}, most {errors.max():.1e}")
     assert np.median(errors) < TOLERANCES[dtype]

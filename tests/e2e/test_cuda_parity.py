@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llmbuild import LLM, BuildConfig, SamplingParams, build
+from support.gpu_engines import gpu_sm
 from support.staggered import generate, logits_after
 from support.sweep import run, sweep_prompts
 from support.tiny_models import save_tiny, tiny_model
@@ -35,8 +36,7 @@ FAMILIES = (
 
 @pytest.fixture(scope="session")
 def sm() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
+    return gpu_sm()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmbuild import LLM, BuildConfig, SamplingParams, build
+from support.gpu_engines import gpu_sm
 from support.staggered import logits_after, serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -30,7 +31,6 @@ PROMPTS = (
 def engines(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Engines of one precision each: the weights dequantized, and the file's own blocks."""
     folder = tmp_path_factory.mktemp("smollm2")
-    major, minor = torch.cuda.get_device_capability()
     for name, quant, dtype in (
         ("float32", "none", "float32"),
         ("bfloat16", "none", "bfloat16"),
@@ -41,7 +41,7 @@ def engines(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
                 model=smollm2_gguf,
                 output=folder / name,
                 target="cuda",
-                sm=f"{major}{minor}",
+                sm=gpu_sm(),
                 quant=quant,
                 dtype=dtype,
                 max_batch_size=8,

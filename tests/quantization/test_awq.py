@@ -22,32 +22,13 @@ from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.awq import AwqSearch, candidates, lost
 from llmbuild.quantization.recipes import Awq, PerChannel, PerGroup, Plain, Recipe, WeightOnly, customized, find_recipe
 from llmbuild.quantization.scaled import Scaled, SomeRows, some_rows
-from support.calibrated import before_formats, gathered
+from support.calibrated import KnownRows, before_formats, gathered
 from support.packed_driver import Request, drive
 from support.small_programs import count, random, result, small_program
 from support.tiny_models import save_tiny, tiny_model
 
 SCHEMES = [Awq(WeightOnly(4, PerGroup(16))), Awq(WeightOnly(3, PerChannel(), symmetric=False))]
 PROMPT = np.random.default_rng(1).integers(3, 250, 20).tolist()
-
-
-class KnownRows:
-    """Statistics of an input of which all rows are known."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-    def gram(self, key: str) -> torch.Tensor:
-        raise AssertionError("no search needs the Gram matrix")
-
-    def mean(self, key: str) -> torch.Tensor:
-        return self.x.abs().double().mean(0)
-
-    def absmax(self, key: str) -> torch.Tensor:
-        return self.x.abs().amax(0)
-
-    def sample(self, key: str) -> torch.Tensor:
-        return self.x
 
 
 @settings(max_examples=40, deadline=None)

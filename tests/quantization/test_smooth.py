@@ -21,7 +21,7 @@ from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.plugins.scaled_ops import quantize_rows
 from llmbuild.quantization.recipes import PerTensor, PerToken, Recipe, SmoothQuant, customized, find_recipe
 from llmbuild.quantization.smooth import SmoothSearch, StaticScale, candidates, static_scale
-from support.calibrated import before_formats, gathered
+from support.calibrated import KnownRows, before_formats, gathered
 from support.packed_driver import Request, drive
 from support.small_programs import count, random
 from support.tiny_models import save_tiny, tiny_model
@@ -36,25 +36,6 @@ class Named(Constant):
 
     def sources(self) -> frozenset[str]:
         return frozenset({"w"})
-
-
-class KnownRows:
-    """Statistics of an input of which all rows are known."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-    def gram(self, key: str) -> torch.Tensor:
-        raise AssertionError("SmoothQuant needs no Gram matrix")
-
-    def mean(self, key: str) -> torch.Tensor:
-        return self.x.abs().double().mean(0)
-
-    def absmax(self, key: str) -> torch.Tensor:
-        return self.x.abs().amax(0)
-
-    def sample(self, key: str) -> torch.Tensor:
-        return self.x
 
 
 def search_of(x: torch.Tensor, weight: torch.Tensor, scheme: SmoothQuant) -> SmoothSearch:

@@ -6,7 +6,14 @@ import torch
 
 from llmbuild.builder.passes.edit import arguments, size
 from llmbuild.builder.targets.cuda.block_weight import BlockWeight
-from llmbuild.builder.targets.cuda.gemm_ops import common, flat_rows, is_aligned, kernel_arguments, small_launches
+from llmbuild.builder.targets.cuda.gemm_ops import (
+    common,
+    flat_rows,
+    is_aligned,
+    kernel_arguments,
+    matrix,
+    small_launches,
+)
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.views import NoRule
@@ -25,7 +32,8 @@ def block_gemm_op(lowered: Lowered, part: Barrier) -> None:
     node, view = part.node, part.inputs[0]
     _, q, scale, offset, bias, bits, block_size, zero = arguments(node)
     out = lowered.parts.buffers[node.name]
-    rows, x_stride, x_batch, out_stride, out_batch = flat_rows(node, view, out)
+    strides = flat_rows(node, view, out)
+    rows, x_stride = strides[:2]
     if not is_aligned(view, x_stride, out.dtype):
         raise NoRule(node, f"rows that lie {x_stride} elements apart, which is no multiple of 16 bytes")
     n, k = (int(dim) for dim in size(q))
@@ -34,17 +42,7 @@ def block_gemm_op(lowered: Lowered, part: Barrier) -> None:
     op = GemmOp(
         **common(lowered, part, bias),
         weight=weight.values,
-        rows=rows,
-        n=n,
-        k=k,
-        batch=1,
-        x_stride=x_stride,
-        x_batch=x_batch,
-        weight_layout="nk",
-        weight_stride=k,
-        weight_batch=0,
-        out_stride=out_stride,
-        out_batch=out_batch,
+        **matrix(strides, n, k),
     )
     places = kernel_arguments(op) | {"w_scale": lowered.place(scale.name)}
     if offset is not None:

@@ -75,6 +75,24 @@ def common(lowered: Lowered, part: Barrier, bias: fx.Node | None) -> dict[str, A
     }
 
 
+def matrix(strides: tuple[str, int, int, int, int], n: int, k: int) -> dict[str, Any]:
+    """Return the fields of a `GemmOp` of one weight [n, k], rows of k numbers; strides: as `flat_rows` gives them."""
+    rows, x_stride, x_batch, out_stride, out_batch = strides
+    return {
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "batch": 1,
+        "x_stride": x_stride,
+        "x_batch": x_batch,
+        "weight_layout": "nk",
+        "weight_stride": k,
+        "weight_batch": 0,
+        "out_stride": out_stride,
+        "out_batch": out_batch,
+    }
+
+
 def small_kernels(lowered: Lowered, part: Barrier, op: GemmOp) -> tuple[SmallGemm, ...]:
     """Return the kernels that take the place of the library for few rows, if x lies as they read it."""
     dtype = lowered.parts.buffers[part.node.name].dtype

@@ -288,4 +288,4 @@ def anonymous(source: str) -> str:
     def number(found: re.Match[str]) -> str:
         return numbers.setdefault(found[0], f"v{len(numbers)}")
 
-    return re.sub(r"(?<![\w.])[A-Za-z_]\w*", number, code)
+    return WORD.sub(number, code)

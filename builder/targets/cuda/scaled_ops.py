@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, size
-from llmbuild.builder.targets.cuda.gemm_ops import common, flat_rows, kernel_arguments, small_launches
+from llmbuild.builder.targets.cuda.gemm_ops import common, flat_rows, kernel_arguments, matrix, small_launches
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.sms import FLOAT8_SMS
@@ -68,23 +68,14 @@ def number_gemm(
         raise NoRule(node, f"SM {sm} has no products of float8")
     if n % VECTOR_BYTES or k % VECTOR_BYTES:
         raise NoRule(node, f"a product of 8-bit numbers {n} x {k}: both must be multiples of {VECTOR_BYTES}")
-    rows, x_stride, x_batch, out_stride, out_batch = flat_rows(node, view, out)
+    strides = flat_rows(node, view, out)
+    x_stride = strides[1]
     if x_stride % VECTOR_BYTES or view.offset:
         raise NoRule(node, f"rows that lie {x_stride} bytes apart from {view.offset} on")
     op = GemmOp(
         **common(lowered, part, bias),
         weight=lowered.place(w.name),
-        rows=rows,
-        n=n,
-        k=k,
-        batch=1,
-        x_stride=x_stride,
-        x_batch=x_batch,
-        weight_layout="nk",
-        weight_stride=k,
-        weight_batch=0,
-        out_stride=out_stride,
-        out_batch=out_batch,
+        **matrix(strides, n, k),
         number_dtype=numbers,
     )
     return op, GemmShape(n, k, dtype_name(out.dtype), bias is not None, numbers, numbers, block)

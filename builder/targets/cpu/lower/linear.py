@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from llmbuild.builder.passes.edit import arguments, rank, size
+from llmbuild.builder.passes.edit import arguments, size
 from llmbuild.builder.targets.cpu.layouts import (
     NBits,
     half_scales,
@@ -21,20 +21,11 @@ from llmbuild.builder.targets.cpu.layouts import (
 )
 from llmbuild.builder.targets.onnx_graph.blocks import Array, Blocks, blocks_of, dequantized
 from llmbuild.builder.targets.onnx_graph.emitter import CONTRIB, NATIVE, Emitter
-from llmbuild.builder.targets.onnx_graph.rule import Rule, onnx_shape, reshape
+from llmbuild.builder.targets.onnx_graph.products import matmul, on_rows, plain_factors
+from llmbuild.builder.targets.onnx_graph.rule import Rule
 from llmbuild.builder.targets.weight_file import Entry, Origin
 
 aten = torch.ops.aten
-
-
-def on_rows(e: Emitter, node: fx.Node, x: fx.Node, compute: Callable[[str], str]) -> str:
-    """Apply `compute`, which takes and gives two axes, to an x of any rank."""
-    if rank(x) == 2:
-        return compute(e.tensor(x))
-    flat = compute(reshape(e, e.tensor(x), -1, int(size(x)[-1])))
-    dims = onnx_shape(size(node))
-    assert dims is not None
-    return reshape(e, flat, *dims)
 
 
 def linear(e: Emitter, node: fx.Node) -> str:
@@ -47,15 +38,6 @@ def linear(e: Emitter, node: fx.Node) -> str:
 def addmm(e: Emitter, node: fx.Node) -> str:
     bias, x, weight = node.args[:3]
     return e.op("Gemm", e.tensor(x), e.tensor(weight), e.tensor(bias))
-
-
-def plain_factors(node: fx.Node) -> str | None:
-    factors = (node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1))
-    return None if factors == (1, 1) else f"alpha, beta = {factors}"
-
-
-def matmul(e: Emitter, node: fx.Node) -> str:
-    return e.op("MatMul", e.tensor(node.args[0]), e.tensor(node.args[1]))
 
 
 def linear_blockwise(e: Emitter, node: fx.Node) -> str:

@@ -17,25 +17,16 @@ from onnx import TensorProto
 from torch import fx
 
 from llmbuild.builder.ir import Program
-from llmbuild.builder.passes.edit import arguments, dtype, rank, size
+from llmbuild.builder.passes.edit import arguments, dtype
 from llmbuild.builder.targets.onnx_graph.blocks import Array, Blocks, blocks_of, dequantized
 from llmbuild.builder.targets.onnx_graph.emitter import Emitter, numpy_dtype
-from llmbuild.builder.targets.onnx_graph.rule import Rule, onnx_shape, operand, reshape
+from llmbuild.builder.targets.onnx_graph.products import matmul, on_rows, plain_factors
+from llmbuild.builder.targets.onnx_graph.rule import Rule, operand
 from llmbuild.builder.targets.weight_file import Entry
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
 GROUPS = (16, 32, 64, 128)
-
-
-def on_rows(e: Emitter, node: fx.Node, x: fx.Node, compute: Callable[[str], str]) -> str:
-    """Apply `compute`, which takes and gives two axes, to an x of any rank."""
-    if rank(x) == 2:
-        return compute(e.tensor(x))
-    flat = compute(reshape(e, e.tensor(x), -1, int(size(x)[-1])))
-    dims = onnx_shape(size(node))
-    assert dims is not None
-    return reshape(e, flat, *dims)
 
 
 def gemm(e: Emitter, x: str, weight: str, bias: Any, want: torch.dtype) -> str:
@@ -52,15 +43,6 @@ def linear(e: Emitter, node: fx.Node) -> str:
 def addmm(e: Emitter, node: fx.Node) -> str:
     bias, x, weight = node.args[:3]
     return e.op("Add", e.op("MatMul", e.tensor(x), e.tensor(weight)), operand(e, bias, dtype(node)))
-
-
-def plain_factors(node: fx.Node) -> str | None:
-    factors = (node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1))
-    return None if factors == (1, 1) else f"alpha, beta = {factors}"
-
-
-def matmul(e: Emitter, node: fx.Node) -> str:
-    return e.op("MatMul", e.tensor(node.args[0]), e.tensor(node.args[1]))
 
 
 # ------------------------------------------------------------------------------------------------------- blocks

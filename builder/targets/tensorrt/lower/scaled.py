@@ -18,8 +18,8 @@ from torch import fx
 
 from llmbuild.builder.passes.edit import arguments, dtype, is_call, size
 from llmbuild.builder.targets.onnx_graph.emitter import ONNX_TYPES, Emitter
+from llmbuild.builder.targets.onnx_graph.products import on_rows
 from llmbuild.builder.targets.onnx_graph.rule import Rule, cast, operand, reshape
-from llmbuild.builder.targets.tensorrt.lower.linear import on_rows
 from llmbuild.plugins.scaled_ops import INVERSE, LARGEST, TINY
 
 llmbuild = torch.ops.llmbuild
