@@ -48,6 +48,10 @@ class EngineError(UserError):
     """The engine directory is damaged, incomplete, of another version, or does not fit this machine."""
 
 
+class DeviceError(EngineError):
+    """There is no GPU here that could run the engine: no driver, no such card, or not the package that reaches it."""
+
+
 class RequestError(UserError, ValueError):
     """A generation request is invalid or beyond the engine's limits."""
 

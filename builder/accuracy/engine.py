@@ -21,7 +21,7 @@ class EngineUnderTest:
     """What is needed of a loaded engine.
 
     forward: runs a step. block_size: of its KV cache. max_num_tokens, max_seq_len, vocab_size: its limits.
-    tokenizer: its tokenizer.json, if it has one.
+    tokenizer: its tokenizer.json, if it has one. ran_on: what runs it, where that is not its own target.
     """
 
     forward: Forward
@@ -30,6 +30,7 @@ class EngineUnderTest:
     max_seq_len: int
     vocab_size: int
     tokenizer: bytes | None
+    ran_on: str | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Figures:
         predicted: Of these, rows whose next token is known: what the perplexities are over.
         kl_mean, kl_p99, kl_max: Of KL(reference ‖ candidate) per token, in nats; p99 interpolates linearly.
         top1: Share of rows in which both have their (first) largest logit at the same token.
+        logits_error: ‖y' - y‖ / ‖y‖ of all logits, each row without its mean, which no distribution depends on.
         reference_ppl, candidate_ppl: Perplexities.
     """
 
@@ -46,6 +47,7 @@ class Figures:
     kl_p99: float
     kl_max: float
     top1: float
+    logits_error: float
     reference_ppl: float
     candidate_ppl: float
 
@@ -61,6 +63,8 @@ class Comparison:
 
     kl: list[Floats] = field(default_factory=list)
     agree: int = 0
+    gap: float = 0.0  # squared norms: of the differences, and of the reference's logits
+    norm: float = 0.0
     reference_nll: list[Floats] = field(default_factory=list)
     candidate_nll: list[Floats] = field(default_factory=list)
 
@@ -78,6 +82,8 @@ class Comparison:
             first, first_top = log_softmax(expected[rows], "the reference's")
             second, second_top = log_softmax(given[rows], "the measured model's")
             self.kl.append(kl_divergence(first, second).cpu().numpy())
+            gap, norm = squared_norms(expected[rows], given[rows])
+            self.gap, self.norm = self.gap + gap, self.norm + norm
             self.agree += int((first_top == second_top).sum())
             wanted = torch.as_tensor(targets[rows], dtype=torch.int64, device=first.device)[:, None]
             for found, of in ((self.reference_nll, first), (self.candidate_nll, second)):
@@ -96,6 +102,7 @@ class Comparison:
             kl_p99=percentile_99(kl),
             kl_max=float(kl.max()),
             top1=self.agree / len(kl),
+            logits_error=(self.gap / self.norm) ** 0.5 if self.norm else 0.0 if not self.gap else float("inf"),
             reference_ppl=perplexities[0],
             candidate_ppl=perplexities[1],
         )
@@ -120,6 +127,22 @@ def kl_divergence(first: Tensor, second: Tensor) -> Tensor:
     """KL(first ‖ second) of each row of two log softmaxes [R, V]; inf where second rules out what first does not."""
     gap = (first - second).masked_fill_(first.isneginf(), 0.0)  # 0·log 0 is 0
     return gap.mul_(first.exp()).sum(1).clamp_(min=0.0)  # rounding may take it below zero
+
+
+def squared_norms(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """Return ‖second - first‖² and ‖first‖² of logits [R, V], each row around its mean.
+
+    Tokens that both rule out (-inf) are left out; where only one does, the difference is inf.
+    """
+    ruled_out = first.isneginf()
+    kept = (~ruled_out).sum(1, keepdim=True)
+    centred = []
+    for logits in (first, second):
+        values = logits.double().masked_fill(ruled_out, 0.0)
+        centred.append((values - values.sum(1, keepdim=True) / kept).masked_fill_(ruled_out, 0.0))
+    if not torch.equal(ruled_out, second.isneginf()):
+        return float("inf"), float(centred[0].square().sum())
+    return float((centred[1] - centred[0]).square_().sum()), float(centred[0].square_().sum())
 
 
 def percentile_99(values: Floats) -> float:

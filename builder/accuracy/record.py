@@ -64,6 +64,7 @@ def figures_to_dict(figures: Figures) -> dict[str, Any]:
         "predicted": figures.predicted,
         "kl": {"mean": rounded(figures.kl_mean), "p99": rounded(figures.kl_p99), "max": rounded(figures.kl_max)},
         "top1": rounded(figures.top1),
+        "logits_error": rounded(figures.logits_error),
         "perplexity": {
             "reference": rounded(figures.reference_ppl),
             "candidate": rounded(figures.candidate_ppl),

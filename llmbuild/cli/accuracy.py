@@ -9,6 +9,7 @@ import typer
 
 from llmbuild.cli.console import print_json, print_table, progress_bars, stdout_kept_clean
 from llmbuild.cli.errors import reporting
+from llmbuild.cli.measured_engine import engine_under_test
 
 BARS = {"trace": "tracing", "accuracy": "measuring"}
 
@@ -31,7 +32,13 @@ def accuracy(
         float | None, typer.Option(help="Exit code 3 if fewer tokens than this share have the same best token.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of an engine of the cpu target.")] = None,
-    device: Annotated[int | None, typer.Option(help="GPU of an engine of the cuda target. Left out: 0.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU|interpreter",
+            help="Number of the GPU, cuda engines only; interpreter: no GPU, for tiny models. Left out: 0.",
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
@@ -49,47 +56,42 @@ def accuracy(
         given: dict[str, Any] = {"max_kl": max_kl, "max_ppl_increase": max_ppl_increase, "min_top1": min_top1}
         check_thresholds(given)
         check_build_packages()
-        from llmbuild.runtime.loading import load_engine
+        from llmbuild.engine.reader import open_engine
 
+        ignored = tuple(ignore_config_key or ())
         with stdout_kept_clean(), progress_bars(BARS, enabled=not as_json) as progress:
-            loaded = load_engine(engine, num_threads=threads, device=device)
-            try:
-                from llmbuild.builder.accuracy.engine import EngineUnderTest, measure_engine
+            manifest = open_engine(engine, requirements=False).manifest
+            with engine_under_test(
+                engine,
+                against,
+                threads=threads,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                ignore_config_keys=ignored,
+            ) as subject:
+                from llmbuild.builder.accuracy.engine import measure_engine
                 from llmbuild.builder.accuracy.record import Thresholds, check
-                from llmbuild.engine.reader import open_engine
-                from llmbuild.runtime.executor import StepInput
 
-                opened = open_engine(engine)
-                limits, executor = loaded.limits, loaded.executor
-                definition = engine / "tokenizer" / "tokenizer.json"
-                subject = EngineUnderTest(
-                    forward=lambda step: executor.forward(StepInput(*step)),
-                    block_size=executor.block_size,
-                    max_num_tokens=limits.max_num_tokens,
-                    max_seq_len=limits.max_seq_len,
-                    vocab_size=limits.vocab_size,
-                    tokenizer=definition.read_bytes() if definition.is_file() else None,
-                )
                 found = measure_engine(
                     subject,
                     against,
                     text=text,
                     tokens=tokens,
                     trust_remote_code=trust_remote_code,
-                    ignore_config_keys=tuple(ignore_config_key or ()),
+                    ignore_config_keys=ignored,
                     progress=lambda done, total, label: progress("accuracy", done, total, label),
                 )
-            finally:
-                loaded.executor.close()
         record = found.to_dict()
         thresholds = Thresholds(**given)
         if as_json:
-            manifest = opened.manifest
             about = {"engine": str(engine), "model": manifest.model.name, "target": manifest.target.name}
+            if subject.ran_on is not None:
+                about["device"] = subject.ran_on
             print_json({**about, "quant": manifest.precision.recipe, **record, "thresholds": thresholds.to_dict()})
         else:
-            print_accuracy(record, f"{engine} against {against}")
-        check(thresholds, found.figures, None, opened.manifest.precision.recipe)
+            where = "" if subject.ran_on is None else f" ({subject.ran_on})"
+            print_accuracy(record, f"{engine}{where} against {against}")
+        check(thresholds, found.figures, None, manifest.precision.recipe)
 
 
 def print_accuracy(record: dict[str, Any], title: str) -> None:
@@ -99,6 +101,7 @@ def print_accuracy(record: dict[str, Any], title: str) -> None:
         ("text", f"{text['source']}, {record['tokens']} tokens, sha256 {text['sha256'][:16]}"),
         ("KL to the unquantized model", f"mean {_cell(kl['mean'])}, p99 {_cell(kl['p99'])}, max {_cell(kl['max'])}"),
         ("same best token", _percent(record["top1"])),
+        *([("error of the logits", _cell(record["logits_error"]))] if "logits_error" in record else []),
         (
             "perplexity",
             f"{_cell(perplexity['candidate'])}, unquantized {_cell(perplexity['reference'])} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmbuild.errors import EngineError, LLMBuildError
+from llmbuild.errors import DeviceError, LLMBuildError
 
 INSTALL = "pip install 'llmbuild[cuda]'"
 
@@ -25,12 +25,12 @@ def import_driver(user: str = "the cuda target", install: str = INSTALL) -> Any:
         user: What needs it, and `install` how to get it: for the message.
 
     Raises:
-        EngineError: cuda-bindings is not installed, or does not load.
+        DeviceError: cuda-bindings is not installed, or does not load.
     """
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise EngineError(f"{user} needs the package cuda-bindings", where=str(error) or None, hint=install) from error
+        raise DeviceError(f"{user} needs the package cuda-bindings", where=str(error) or None, hint=install) from error
     return driver
 
 

@@ -69,6 +69,9 @@ def test_equals_torch_in_pieces_of_any_size(data: st.DataObject, rows: int, widt
             math.exp(torch.nn.functional.cross_entropy(logits[: len(known)], known)), rel=1e-9
         )
     assert found.top1 == pytest.approx(float((reference.argmax(1) == candidate.argmax(1)).mean()))
+    exact, other = (logits - logits.mean(-1, keepdim=True) for logits in (first, second))
+    if float(exact.norm()) > 1e-6:
+        assert found.logits_error == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-6, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=30)
@@ -81,17 +84,19 @@ def test_a_model_is_not_far_from_itself_nor_from_itself_shifted(logits: np.ndarr
     shifted = Comparison()
     shifted.add(logits, logits + np.float32(shift), np.arange(4))
     assert shifted.figures().kl_max < 1e-3  # what adding to float32 rounds away
+    assert found.logits_error == 0.0
 
 
 def test_tokens_that_cannot_follow() -> None:
     inf = np.float32("inf")
     both = Comparison()
     both.add(np.array([[0, -inf, 0]], np.float32), np.array([[0, -inf, 0]], np.float32), np.array([0]))
-    assert both.figures().kl_max == 0
+    assert both.figures().kl_max == both.figures().logits_error == 0
     only_candidate = Comparison()
     only_candidate.add(np.zeros((1, 3), np.float32), np.array([[0, -inf, 0]], np.float32), np.array([1]))
     found = only_candidate.figures()
     assert math.isinf(found.kl_mean) and math.isinf(found.kl_p99) and math.isinf(found.candidate_ppl)
+    assert math.isinf(found.logits_error)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -14,7 +14,9 @@ from llmbuild.builder.accuracy.record import Thresholds, check, figures_to_dict,
 from llmbuild.builder.options import BuildConfig
 from llmbuild.errors import AccuracyError, ConfigError
 
-FIGURES = Figures(100, 99, kl_mean=0.05, kl_p99=0.5, kl_max=1.25, top1=0.9, reference_ppl=20.0, candidate_ppl=21.0)
+FIGURES = Figures(
+    100, 99, kl_mean=0.05, kl_p99=0.5, kl_max=1.25, top1=0.9, logits_error=0.125, reference_ppl=20.0, candidate_ppl=21.0
+)
 LAYERS = LayerErrors(
     (
         LayerError(Layer("linear", "m.0.q"), 0.02, 0.02, 0.999, 0.03, 4),
@@ -80,7 +82,7 @@ def test_missed_with_a_quantized_cache_alone_and_beside_weights() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_is_missed(value: float) -> None:
-    figures = Figures(1, 1, value, value, value, 1.0, 2.0, value)
+    figures = Figures(1, 1, value, value, value, 1.0, value, 2.0, value)
     assert len(Thresholds(1e9, 1e9, 0).missed(figures)) == 2
 
 
@@ -96,6 +98,7 @@ def test_record() -> None:
         "predicted": 99,
         "kl": {"mean": 0.05, "p99": 0.5, "max": 1.25},
         "top1": 0.9,
+        "logits_error": 0.125,
         "perplexity": {"reference": 20.0, "candidate": 21.0, "increase": 0.05},
     }
     assert layers_to_list(LAYERS)[2] == {

@@ -17,7 +17,7 @@ from llmbuild.cuda.calls import CudaError, checked
 from llmbuild.cuda.kernels import Grid, KernelLauncher
 from llmbuild.engine.cubin import Cubin
 from llmbuild.engine.reader import open_engine
-from llmbuild.errors import EngineError, LLMBuildError
+from llmbuild.errors import DeviceError, EngineError, LLMBuildError
 from llmbuild.runtime.executors.cuda import driver as driver_module
 from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.driver import Device
@@ -139,7 +139,7 @@ class FakeDriver(types.SimpleNamespace):
 )
 def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, what: str) -> None:
     monkeypatch.setattr(driver_module, "import_driver", lambda: driver)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(DeviceError) as caught:
         Device(1)
     assert caught.value.what == what
     assert caught.value.hint is not None and "nvidia-smi" in caught.value.hint
@@ -150,7 +150,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("libcuda.so.1 was not found")
 
     monkeypatch.setattr(driver_module, "import_driver", lambda: FakeDriver(cuInit=start))
-    with pytest.raises(EngineError, match="no NVIDIA driver is installed") as caught:
+    with pytest.raises(DeviceError, match="no NVIDIA driver is installed") as caught:
         Device()
     assert caught.value.where == "libcuda.so.1 was not found"
 

@@ -6,6 +6,7 @@ buffer's last use, so that a value that is read too early, too late or from the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,15 +31,18 @@ class PlanInterpreter:
     Args:
         planned: The plan with its kernels and weights.
         num_blocks: Blocks of the KV pools.
+        weights: By the plan's names, those of an engine; None: they are computed from the model.
     """
 
-    def __init__(self, planned: Planned, num_blocks: int) -> None:
+    def __init__(self, planned: Planned, num_blocks: int, weights: Mapping[str, Tensor] | None = None) -> None:
         self.plan = planned.plan
         self.num_blocks, self.block_size = num_blocks, planned.plan.limits.block_size
         self.kernels = {
             name: (interpret((spec.interpreted or spec).function), spec) for name, spec in planned.specs.items()
         }
-        self.weights = {name: expression.load().flatten() for name, expression in planned.weights.items()}
+        if weights is None:
+            weights = {name: expression.load() for name, expression in planned.weights.items()}
+        self.weights = {name: weights[name].flatten() for name in planned.weights}
         slots = num_blocks * self.block_size
         self.pools = {
             pool.name: torch.zeros(slots * pool.width, dtype=getattr(torch, pool.dtype)) for pool in self.plan.pools

@@ -11,9 +11,10 @@ What it leaves in the engine, for each kind of GPU that it was asked for:
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -24,6 +25,10 @@ from llmbuild.builder.targets.cuda.aot import COMPILER, TRITON, compile_all, tri
 from llmbuild.builder.targets.cuda.sms import SMS, parse_sms
 from llmbuild.builder.targets.weight_file import WeightFile, plain_entry
 from llmbuild.engine.kernel_pack import write_pack
+
+if TYPE_CHECKING:
+    from llmbuild.builder.targets.base import Limits
+    from llmbuild.builder.targets.cuda.lowering import Planned
 
 PLAN, KERNELS, SOURCE, WEIGHTS = "plan.json", "kernels.bin", "plan/row_programs.py", "weights/cuda.safetensors"
 REQUIRES = {"cuda-bindings": ">=12.9,<14"}
@@ -66,16 +71,8 @@ def write_plans(
     program: Program, options: CompileOptions, directory: Path
 ) -> tuple[CompiledTarget, dict[str, WeightExpr]]:
     """Write everything but the weights, and return what they are by the names that the plans use."""
-    from llmbuild.builder.targets.cuda.late_scales import late_scales
-    from llmbuild.builder.targets.cuda.lowered import Hardware
-    from llmbuild.builder.targets.cuda.lowering import plan_program
-    from llmbuild.builder.targets.cuda.partition import partition
-
     sms = SMS if options.sm is None else parse_sms(options.sm)
-    if (rewrite := late_scales(program)).count:
-        program.rewrites.append(rewrite)
-    parts = partition(program)
-    planned = {sm: plan_program(program, options.limits, Hardware(sm, pdl=sm >= 90), parts) for sm in sms}
+    planned = plans(program, options.limits, sms)
     weights: dict[str, WeightExpr] = {}
     for each in planned.values():
         weights.update(each.weights)
@@ -95,6 +92,19 @@ def write_plans(
         "weights": WEIGHTS,
     }
     return CompiledTarget(REQUIRES, {**toolchain, "triton": TRITON}, section), weights
+
+
+def plans(program: Program, limits: Limits, sms: Sequence[int]) -> dict[int, Planned]:
+    """Return the plan of an optimised program for each kind of GPU. The program is changed."""
+    from llmbuild.builder.targets.cuda.late_scales import late_scales
+    from llmbuild.builder.targets.cuda.lowered import Hardware
+    from llmbuild.builder.targets.cuda.lowering import plan_program
+    from llmbuild.builder.targets.cuda.partition import partition
+
+    if (rewrite := late_scales(program)).count:
+        program.rewrites.append(rewrite)
+    parts = partition(program)
+    return {sm: plan_program(program, limits, Hardware(sm, pdl=sm >= 90), parts) for sm in sms}
 
 
 def kernels_done(progress: Callable[[int, int, str], None], sm: int, done: int, total: int, name: str) -> None:

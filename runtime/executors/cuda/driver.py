@@ -16,7 +16,7 @@ import numpy.typing as npt
 from llmbuild.cuda.calls import CudaError, checked, import_driver
 from llmbuild.cuda.kernels import KernelLauncher, Kernels
 from llmbuild.engine.cubin import Cubin, Launch
-from llmbuild.errors import EngineError
+from llmbuild.errors import DeviceError
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the null stream, which this target never uses
@@ -37,7 +37,7 @@ class Device:
     serves, 13000 for 13.0. shared_limit: bytes of shared memory that a block can ask for.
 
     Raises:
-        EngineError: cuda-bindings is missing, or there is no driver or no such GPU.
+        DeviceError: cuda-bindings is missing, or there is no driver or no such GPU.
         CudaError: The driver refuses.
     """
 
@@ -199,12 +199,12 @@ class Device:
         try:
             count = self._call("cuDeviceGetCount") if self._call("cuInit", 0) is None else 0
         except CudaError as error:
-            raise EngineError(f"no NVIDIA GPU can be used: {error.what}", where="CUDA driver", hint=hint) from error
+            raise DeviceError(f"no NVIDIA GPU can be used: {error.what}", where="CUDA driver", hint=hint) from error
         except Exception as error:  # cuda.bindings found no driver library; what it raises varies with its version
-            raise EngineError("no NVIDIA driver is installed", where=str(error) or None, hint=hint) from error
+            raise DeviceError("no NVIDIA driver is installed", where=str(error) or None, hint=hint) from error
         if not 0 <= ordinal < count:
             found = f"there are {count}" if count != 1 else "there is 1"
-            raise EngineError(f"no GPU {ordinal}: {found}", where="CUDA driver", hint=hint)
+            raise DeviceError(f"no GPU {ordinal}: {found}", where="CUDA driver", hint=hint)
 
     def _attribute(self, attribute: Any) -> int:
         return int(self._call("cuDeviceGetAttribute", attribute, self._handle))
