@@ -48,6 +48,8 @@ class BuildConfig:
             ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
         quant_layers: "PATTERN=RECIPE" each: weights whose checkpoint name matches follow that recipe's linears.
+        quant_config: File of the three (`builder.quant_config`), in their place. It is read at once: then they hold
+            what it says, and this is None.
         kv_cache_dtype: "fp8", "int8", or the computation dtype by name; None or "auto" takes what the checkpoint
             describes, else the computation dtype.
         calibration: File of statistics for recipes that need calibration: read if it exists, else written. None keeps
@@ -71,7 +73,8 @@ class BuildConfig:
         accuracy_tokens: Most tokens of it; None takes 2048.
 
     Raises:
-        ConfigError: A limit is not positive, max_memory is not a size, or a threshold is out of range.
+        ConfigError: A limit is not positive, max_memory is not a size, a threshold is out of range, or quant_config
+            cannot be read.
     """
 
     model: Path
@@ -83,6 +86,7 @@ class BuildConfig:
     quant: str | None = None
     exclude: tuple[str, ...] = ()
     quant_layers: tuple[str, ...] = ()
+    quant_config: Path | None = None
     kv_cache_dtype: str | None = None
     calibration: Path | None = None
     calibration_text: Path | None = None
@@ -124,6 +128,8 @@ class BuildConfig:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         if self.accuracy_text is not None:
             object.__setattr__(self, "accuracy_text", Path(self.accuracy_text))
+        if self.quant_config is not None:
+            self._read_quant_config(Path(self.quant_config))
         check_thresholds(self.thresholds)
         for name, least in (
             ("max_batch_size", 1),
@@ -149,6 +155,17 @@ class BuildConfig:
                 where=_option("max_num_tokens"),
                 hint="a step holds one token of every running sequence: max_num_tokens must be at least max_batch_size",
             )
+
+    def _read_quant_config(self, path: Path) -> None:
+        from llmbuild.builder.quant_config import OPTION, read_quant_config
+
+        given = {"--quant": self.quant, "--exclude": self.exclude, "--quant-layer": self.quant_layers}
+        if other := next((option for option, value in given.items() if value), None):
+            raise ConfigError(f"{OPTION} says all that {other} does", where=other, hint="leave one of them out")
+        found = read_quant_config(path)
+        read = {"quant": found.quant, "exclude": found.exclude, "quant_layers": found.quant_layers}
+        for name, value in {**read, "quant_config": None}.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,10 @@ def convert(
             help="Another recipe for weights whose name matches ('*.layers.0.*=int8-wo'). May be given several times.",
         ),
     ] = None,
+    quant_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What autoquant found, in place of --quant, --quant-layer and --exclude."),
+    ] = None,
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
@@ -179,6 +183,7 @@ def convert(
             quant=quant,
             exclude=tuple(exclude or ()),
             quant_layers=tuple(quant_layer or ()),
+            quant_config=quant_config,
             kv_cache_dtype=kv_cache_dtype,
             calibration=calibration,
             calibration_text=calibration_text,
