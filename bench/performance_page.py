@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plots import line_plot
 from records import RESULTS, ROOT
 from shapes import SHAPES
+
+from llmbuild.builder.line_plot import line_plot
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from llmbuild.builder.ir import INPUT_NAMES, Program
+from llmbuild.builder.ir import INPUT_NAMES, Program, WeightExpr
 from llmbuild.builder.oracle import is_assertion, last_uses
 from llmbuild.builder.passes.edit import is_call
 from llmbuild.builder.passes.linear_inputs import LinearInput
@@ -89,13 +89,27 @@ def segments(graph: fx.Graph, wanted: Collection[fx.Node]) -> list[list[fx.Node]
 
 
 class SegmentWeights:
-    """The weights that one segment reads, loaded when they are read first and freed with this object."""
+    """The weights that one segment reads, loaded when they are read first and freed with this object.
 
-    def __init__(self, program: Program) -> None:
-        self.expressions = program.weights
+    Args:
+        program: Whose weights.
+        others: By name, weights that are in their place.
+        shared: Holds the weights that are not among `others`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        others: Mapping[str, WeightExpr] | None = None,
+        shared: SegmentWeights | None = None,
+    ) -> None:
+        self.expressions = program.weights if others is None else others
+        self.shared = shared
         self.loaded: dict[str, Tensor] = {}
 
     def load(self, name: str) -> Tensor:
+        if self.shared is not None and name not in self.expressions:
+            return self.shared.load(name)
         if name not in self.loaded:
             self.loaded[name] = self.expressions[name].load()
         return self.loaded[name]
@@ -106,16 +120,21 @@ def run(
     values: dict[fx.Node, Any],
     weights: SegmentWeights,
     dead_after: Mapping[fx.Node, Sequence[fx.Node]],
+    calls: Mapping[fx.Node, Callable[..., Any]] | None = None,
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Execute a segment for one window and yield each node with its value. `values` keeps what is read later."""
+    """Execute a segment for one window and yield each node with its value. `values` keeps what is read later.
+
+    calls: what some nodes do instead of what they are.
+    """
 
     def value_of(node: fx.Node) -> Any:
         return weights.load(node.name) if node.op == "placeholder" and node not in values else values[node]
 
     for node in nodes:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-        assert callable(node.target)
-        values[node] = node.target(*args, **kwargs)
+        target = (calls or {}).get(node, node.target)
+        assert callable(target)
+        values[node] = target(*args, **kwargs)
         yield node, values[node]
         for dead in dead_after.get(node, ()):
             values.pop(dead, None)

@@ -75,12 +75,14 @@ def optimize(
     *,
     calibrate: Calibrate | None = None,
     after_pass: Callable[[str, Program], None] | None = None,
+    after: str | None = None,
 ) -> None:
     """Run all passes on `program`, in place, and append what they did to `program.rewrites`.
 
     Args:
         calibrate: Gives the statistics that a calibrated recipe asks for.
         after_pass: Called with each pass's name and the program once the pass is verified: dumps, timing, comparisons.
+        after: Run those behind this pass alone; those before ran already.
 
     Raises:
         PassError: A pass failed or left a graph that does not verify.
@@ -88,7 +90,10 @@ def optimize(
     """
     verifier = Verifier()
     done: list[str] = []
-    for name, apply in phases(recipe, calibrate):
+    passes = phases(recipe, calibrate)
+    if after is not None:
+        passes = passes[[name for name, _ in passes].index(after) + 1 :]
+    for name, apply in passes:
         try:
             rewrite = apply(program)
             verifier.check(program)

@@ -189,9 +189,14 @@ def weight_name(program: Program, node: fx.Node) -> str:
 
 def tensors_name(expr: WeightExpr, otherwise: str) -> str:
     """Name a weight by its checkpoint tensors: the one, or what is common to all ("model.layers.0.mlp.experts.*")."""
-    names = sorted(name.removesuffix(".weight") for name in expr.sources())
+    return common_name(expr.sources()) or otherwise
+
+
+def common_name(tensors: Collection[str]) -> str:
+    """Return one name for several tensors, see `tensors_name`; the empty string for none."""
+    names = sorted(name.removesuffix(".weight") for name in tensors)
     if len(names) < 2:
-        return names[0] if names else otherwise
+        return names[0] if names else ""
     first, last = names[0], names[-1]
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, names)))
     rests = sorted({name[common:] for name in names})

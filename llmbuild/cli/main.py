@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import llmbuild
-from llmbuild.cli import accuracy, bench, calibrate, chat, convert, inspect, run, verify
+from llmbuild.cli import accuracy, autoquant, bench, calibrate, chat, convert, inspect, run, verify
 from llmbuild.cli.errors import DEBUG_VARIABLE
 
 # Plain help and errors: rich would take longer to import than everything else together.
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert.convert)
 app.command("calibrate")(calibrate.calibrate)
+app.command("autoquant")(autoquant.autoquant)
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("inspect")(inspect.inspect)

@@ -133,6 +133,7 @@ def test_without_a_gpu_it_says_what_to_do(mixed, model: Path, invoke, monkeypatc
     assert "without one, --device interpreter runs the plan of a tiny model on the CPU" in result.stderr
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(mixed, tmp_path: Path, invoke) -> None:
     other = save_tiny(tiny_model("llama", num_hidden_layers=1, intermediate_size=64), tmp_path / "other")
     result = invoke("accuracy", mixed[0], "--against", other, "--device", "interpreter")
@@ -154,6 +155,7 @@ def test_bad_options(mixed, model: Path, invoke, words, message) -> None:
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_engines_of_other_targets_are_refused(model: Path, tmp_path: Path, invoke) -> None:
     build(BuildConfig(model=model, output=tmp_path / "cpu", target="cpu", max_seq_len=64))
     result = invoke("accuracy", tmp_path / "cpu", "--against", model, "--device", "interpreter")
