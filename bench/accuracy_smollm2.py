@@ -75,14 +75,15 @@ def optimized(model: Path, contender: str) -> Program:
     from llmbuild.builder.build import BuildConfig
     from llmbuild.builder.calibration import Calibration
     from llmbuild.builder.pipeline import optimize
-    from llmbuild.quantization.recipes import KvCache, find_recipe
+    from llmbuild.quantization.recipes import KvCache, find_recipe, needs_gram
 
     name = "none" if contender in (BFLOAT16, *CACHES) else contender
     program = copy_program(traced(model, BFLOAT16 if contender == BFLOAT16 else "float32"))
     recipe = find_recipe(name)
     if contender in CACHES:
         recipe = replace(recipe, kv_cache=KvCache(CACHES[contender]))  # type: ignore[arg-type]
-    statistics = model.with_name(f"calibration-{type(recipe.linear).__name__}.safetensors")
+    kind = "Gptq" if needs_gram(recipe.linear) else type(recipe.linear).__name__
+    statistics = model.with_name(f"calibration-{kind}.safetensors")
     shared = statistics if recipe.calibrated else None
     config = BuildConfig(model=model, output=model.with_name("engine"), quant=name, calibration=shared)
     optimize(program, recipe, calibrate=Calibration(config, shown))

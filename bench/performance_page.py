@@ -25,7 +25,7 @@ READ_SPEED = 4.4e12  # bytes a second that an H200 reads at best
 MATRIX_SPEED = 746e12  # operations a second of bfloat16 products, as measured
 
 EXPECTED = {  # how much perplexity may grow
-    **dict.fromkeys(("int8-wo", "int8-wo-channel", "fp8", "fp8-lm-head", "fp8-static", "fp8-block"), 0.01),
+    **dict.fromkeys(("int8-wo", "int8-wo-channel", "fp8", "fp8-lm-head", "fp8-gptq", "fp8-static", "fp8-block"), 0.01),
     **dict.fromkeys(("int8-sq", "int8-sq-static"), 0.02),
     **dict.fromkeys(("kv-fp8", "kv-int8"), 0.005),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmbuild.quantization.blocks import BlockFormat, BlockTensor
 from llmbuild.quantization.expressions import Rounded, name_of
-from llmbuild.quantization.gptq import Factor, factor, gptq_format, round_rows
+from llmbuild.quantization.gptq import Damped, Factor, factor, gptq_format, round_rows
 from llmbuild.quantization.primitives import CHUNK
 from llmbuild.quantization.recipes import Gptq
 
@@ -40,9 +40,9 @@ class LastFactor:
     """Remembers the factor made last: the weights that read one input (q, k, v) are rounded one after the other."""
 
     def __init__(self) -> None:
-        self._held: tuple[Statistics, str, Gptq, Factor] | None = None
+        self._held: tuple[Statistics, str, Damped, Factor] | None = None
 
-    def of(self, statistics: Statistics, key: str, scheme: Gptq) -> Factor:
+    def of(self, statistics: Statistics, key: str, scheme: Damped) -> Factor:
         if self._held is not None and self._held[0] is statistics and self._held[1:3] == (key, scheme):
             return self._held[3]
         self._held = None  # free it before the next is made
@@ -88,5 +88,9 @@ class Compensated(Rounded):
     def held(self, elements: int) -> int:
         columns = self.shape[1]
         piece = min(math.prod(self.shape), max(1, elements // columns) * columns)
-        # The factor and, while it is made, the Gram matrix and three of its size in float64; of a piece float32 copies.
-        return self.source.held(elements) + (2 * 4 + 3 * 8) * columns**2 + 5 * 4 * piece
+        return self.source.held(elements) + factor_bytes(columns) + 5 * 4 * piece  # of a piece float32 copies
+
+
+def factor_bytes(columns: int) -> int:
+    """Return what making a factor holds: it and the Gram matrix, and three of their size in float64."""
+    return (2 * 4 + 3 * 8) * columns**2

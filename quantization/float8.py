@@ -118,6 +118,10 @@ class Float8Weight(ABC):
     def number_pieces(self, elements: int) -> Iterator[Float8Matrix]:
         """Yield rows in pieces of whole blocks, of about `elements` elements."""
 
+    def part_pieces(self, part: str, elements: int) -> Iterator[Tensor]:
+        """Yield the numbers ("q") or the scales ("scale") of the same pieces."""
+        return (getattr(piece, part) for piece in self.number_pieces(elements))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.source.shape
@@ -202,7 +206,7 @@ class Float8Part:
         return self.weight.sources()
 
     def pieces(self, elements: int) -> Iterator[Tensor]:
-        return (getattr(piece, self.part).contiguous() for piece in self.weight.number_pieces(elements))
+        return (piece.contiguous() for piece in self.weight.part_pieces(self.part, elements))
 
     def block_pieces(self, elements: int) -> Iterator[BlockTensor]:
         yield self.load_blocks()

@@ -15,6 +15,7 @@ the result is then that of rounding to nearest, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,16 @@ from llmbuild.quantization.primitives import block_format, block_scales, to_leve
 from llmbuild.quantization.recipes import Gptq
 
 COLUMNS = 128  # whose errors are kept before the columns after them are corrected
+
+
+class Damped(Protocol):
+    """What a factor depends on: `recipes.Gptq` and `recipes.Compensation` have it."""
+
+    @property
+    def damping(self) -> float: ...
+
+    @property
+    def act_order(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ def gptq_format(scheme: Gptq, columns: int) -> BlockFormat:
     return replace(block_format(scheme.rounding, columns), source=str(scheme))
 
 
-def factor(gram: Tensor, scheme: Gptq, *, name: str) -> Factor:
+def factor(gram: Tensor, scheme: Damped, *, name: str) -> Factor:
     """Return what rounding needs of the Gram matrix.
 
     Args:

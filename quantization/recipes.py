@@ -162,17 +162,37 @@ class SmoothQuant:
 
 
 @dataclass(frozen=True)
+class Compensation:
+    """What rounding a column of a weight loses is made up for by the columns after it (`quantization.gptq`).
+
+    Args:
+        damping, act_order: As `Gptq` has them.
+    """
+
+    damping: float = 0.01
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.damping > 0:
+            raise ConfigError(f"GPTQ needs a damping above 0, not {self.damping}")
+
+
+@dataclass(frozen=True)
 class Fp8:
     """Products of 8-bit floats (e4m3): weights rounded to nearest, and activations when they come.
 
     Args:
         activations: Which share a scale. PerToken and PerTensor: weights have one for each row. PerGroup(128): 128
             channels of a token, and blocks of 128 x 128 weights.
+        compensation: How weights with a scale a row are rounded instead of to nearest.
     """
 
     activations: PerToken | PerTensor | PerGroup = PerToken()
+    compensation: Compensation | None = None
 
     def __post_init__(self) -> None:
+        if self.compensation is not None and isinstance(self.activations, PerGroup):
+            raise ConfigError("GPTQ rounds 8-bit floats with one scale a row, not in blocks")
         if isinstance(self.activations, PerGroup) and self.activations.size != 128:
             raise ConfigError(f"products of 8-bit floats have blocks of 128 channels, not {self.activations.size}")
 
@@ -180,10 +200,10 @@ class Fp8:
         if isinstance(self.activations, PerGroup):
             return "fp8 in blocks of 128 x 128, activations fp8 per 128 channels of a token"
         shared = "token" if isinstance(self.activations, PerToken) else "tensor"
-        return f"fp8 per channel, activations fp8 per {shared}"
+        how = "" if self.compensation is None else ", GPTQ"
+        return f"fp8 per channel{how}, activations fp8 per {shared}"
 
 
-NeedsGram = Gptq
 Calibrated = Gptq | Awq | SmoothQuant  # schemes that need statistics of what a linear reads
 Int8Products = Int8 | SmoothQuant
 Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq | Int8 | SmoothQuant | Fp8
@@ -191,7 +211,14 @@ Scheme = Plain | KeepStored | WeightOnly | Gptq | Awq | Int8 | SmoothQuant | Fp8
 
 def observes(scheme: Scheme) -> bool:
     """Whether a scheme needs statistics of what a linear reads."""
-    return isinstance(scheme, Calibrated) or (isinstance(scheme, Fp8) and isinstance(scheme.activations, PerTensor))
+    if isinstance(scheme, Fp8):
+        return scheme.compensation is not None or isinstance(scheme.activations, PerTensor)
+    return isinstance(scheme, Calibrated)
+
+
+def needs_gram(scheme: Scheme) -> bool:
+    """Whether the statistics that a scheme needs include the Gram matrix of what a linear reads."""
+    return isinstance(scheme, Gptq) or (isinstance(scheme, Fp8) and scheme.compensation is not None)
 
 
 KV_CACHES = ("fp8", "int8")
@@ -316,6 +343,7 @@ RECIPES: dict[str, Recipe] = {
             for name, scheme, head in (
                 ("fp8", Fp8(), Plain()),
                 ("fp8-lm-head", Fp8(), Fp8()),
+                ("fp8-gptq", Fp8(compensation=Compensation()), Plain()),
                 ("fp8-static", Fp8(PerTensor()), Plain()),
                 ("fp8-block", Fp8(PerGroup(128)), Plain()),
             )

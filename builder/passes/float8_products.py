@@ -19,7 +19,8 @@ from llmbuild.builder.passes.fold_weights import new_weight
 from llmbuild.builder.passes.linear_inputs import Known
 from llmbuild.quantization.float8 import FLOAT8, Float8Part, Float8Weight, InputScale, RoundedFloat8
 from llmbuild.quantization.formats_fp8 import BLOCK
-from llmbuild.quantization.recipes import Fp8, KeepStored, PerGroup, PerTensor
+from llmbuild.quantization.gptq_float8 import CompensatedFloat8
+from llmbuild.quantization.recipes import Fp8, KeepStored, PerGroup, PerTensor, observes
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
@@ -53,13 +54,21 @@ def float8_weight(
             return StoredFloat8(expr, block, None, BY_GROUP if by_group else DYNAMIC), said
     else:
         block = BLOCK if by_group else (1, columns)
-    kind = RoundedFloat8 if stored is None else StoredFloat8
-    if not isinstance(scheme.activations, PerTensor):
-        return kind(expr, block, None, BY_GROUP if by_group else DYNAMIC), None
-    if known is None:
-        said = "activations have a scale a token: it is not the weight of one linear alone, whose inputs were observed"
-        return kind(expr, block, None, DYNAMIC), said
-    return kind(expr, block, InputScale(*known), f"the scale of {known.key}"), None
+    if not observes(scheme):
+        scales: tuple[InputScale | None, str] = (None, BY_GROUP if by_group else DYNAMIC)
+    elif known is None:
+        what = "rounded to nearest" if scheme.compensation is not None else "activations have a scale a token"
+        said = f"{what}: it is not the weight of one linear alone, whose inputs were observed"
+        return (RoundedFloat8 if stored is None else StoredFloat8)(expr, block, None, DYNAMIC), said
+    else:
+        static = isinstance(scheme.activations, PerTensor)
+        scales = (InputScale(*known), f"the scale of {known.key}") if static else (None, DYNAMIC)
+    if stored is not None:
+        return StoredFloat8(expr, block, *scales), None
+    if scheme.compensation is not None and known is not None:
+        how, (statistics, key) = scheme.compensation, known
+        return CompensatedFloat8(expr, block, *scales, compensation=how, statistics=statistics, key=key), None
+    return RoundedFloat8(expr, block, *scales), None
 
 
 def kept(program: Program, node: fx.Node, scheme: KeepStored) -> tuple[WeightExpr | None, str | None]:

@@ -13,7 +13,7 @@ from llmbuild.builder.ir import Program
 from llmbuild.builder.passes.edit import arg, is_call, size
 from llmbuild.errors import ConfigError
 from llmbuild.quantization.compensated import Statistics
-from llmbuild.quantization.recipes import NeedsGram, Recipe, Scheme
+from llmbuild.quantization.recipes import Recipe, Scheme, needs_gram
 
 aten = torch.ops.aten
 
@@ -100,6 +100,6 @@ def known_inputs(
             where="--quant",
             hint="build with BuildConfig or `llmbuild convert`, which calibrate; or take a recipe that needs none",
         )
-    grams = {key for key, nodes in weights.items() if any(isinstance(calibrated[node], NeedsGram) for node in nodes)}
+    grams = {key for key, nodes in weights.items() if any(needs_gram(calibrated[node]) for node in nodes)}
     statistics = calibrate(program, inputs, frozenset(grams))
     return {node: Known(statistics, key) for key, nodes in weights.items() for node in nodes}

@@ -71,8 +71,8 @@ def convert(
         typer.Option(
             metavar="RECIPE",
             help="none, int8-wo, int8-wo-channel, int4-wo, int4-wo-g128, -g64 or -g32, each with -asym too, int4-awq, "
-            "int4-gptq, fp8, fp8-lm-head, fp8-static, fp8-block, int8, int8-sq, int8-sq-static, gguf or stored. Left "
-            "out: gguf (the file's own blocks) for GGUF, stored for quantized checkpoints, else none.",
+            "int4-gptq, fp8, fp8-lm-head, fp8-gptq, fp8-static, fp8-block, int8, int8-sq, int8-sq-static, gguf or "
+            "stored. Left out: gguf (the file's own blocks) for GGUF, stored for quantized checkpoints, else none.",
         ),
     ] = None,
     exclude: Annotated[

@@ -66,5 +66,7 @@ def test_what_a_checkpoint_stores_is_multiplied_where_the_gpus_can(model: Path) 
 
 
 def test_which_recipes_need_calibration() -> None:
-    needs = {name: find_recipe(name).calibrated for name in ("fp8", "fp8-lm-head", "fp8-static", "fp8-block")}
-    assert needs == {"fp8": False, "fp8-lm-head": False, "fp8-static": True, "fp8-block": False}
+    needs = {
+        name: find_recipe(name).calibrated for name in ("fp8", "fp8-lm-head", "fp8-gptq", "fp8-static", "fp8-block")
+    }
+    assert needs == {"fp8": False, "fp8-lm-head": False, "fp8-gptq": True, "fp8-static": True, "fp8-block": False}

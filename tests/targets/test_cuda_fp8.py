@@ -79,6 +79,7 @@ def declined(program: Program) -> str:
         ("llama", "fp8", {}),
         ("qwen3", "fp8-lm-head", {"vocab_size": 304, "tie_word_embeddings": False}),
         ("qwen3", "fp8-static", {}),
+        pytest.param("llama", "fp8-gptq", {}, marks=pytest.mark.slow),
         ("llama", "fp8-block", BLOCKS),
         pytest.param("mixtral", "fp8", {}, marks=pytest.mark.slow),
     ],
