@@ -59,6 +59,7 @@ def _show(plan: LaunchPlan, sm: int, grids: dict[str, tuple[str, str, str]]) -> 
             f"{len(plan.ops)}, of which a decode step runs {_count(plan, 'decode')}, others {_count(plan, 'mixed')}",
         ),
         ("arena", f"{human_size(plan.arena_bytes)} for {len(plan.buffers)} buffers at these limits"),
+        ("counters", f"{human_size(plan.counter_bytes)} in {len(plan.counters)} arrays, zero between kernels"),
         ("weights", f"{human_size(sum(weight.num_bytes for weight in plan.weights))} in {len(plan.weights)} tensors"),
         ("KV pools", f"{human_size(pool_bytes)} a token in {len(plan.pools)} pools"),
         ("logits", f"{plan.logits.name}: [L, {plan.logits_columns}] {plan.logits_dtype}"),

@@ -1,6 +1,7 @@
 """`plan/plan.json`: what the cuda target runs in a step, in order. Strict, versioned; written and read without torch.
 
     arena    one allocation; each buffer has a fixed place in it, shared with buffers that live at other times
+    counters another; zero when a kernel starts, and again when it ends
     inputs   the arrays that the host writes before a step
     ops      kernels of the pack (`kernel_pack.py`) and GEMMs, in order
     logits   the buffer in which they end
@@ -21,7 +22,7 @@ from llmbuild.engine.expressions import evaluate, parse
 from llmbuild.engine.manifest import Bytes, Count, Section
 from llmbuild.errors import EngineError
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 ALIGNMENT = 256  # bytes: of buffers, weights and pools
 DAMAGED = "convert the model again with --force, or restore the file from a good copy"
 ITEM_BYTES = {
@@ -63,11 +64,11 @@ DtypeName = Annotated[str, Field(max_length=16)]
 class Place(Section):
     """Where an argument lies.
 
-    kind: "buffer" (in the arena), "input", "weight", "pool" (a layer's keys or values) or "state" (of sampling).
-    name: of it. offset: bytes from its start.
+    kind: "buffer" (in the arena), "counter", "input", "weight", "pool" (a layer's keys or values) or "state" (of
+    sampling). name: of it. offset: bytes from its start.
     """
 
-    kind: Literal["buffer", "input", "weight", "pool", "state"]
+    kind: Literal["buffer", "counter", "input", "weight", "pool", "state"]
     name: str
     offset: Bytes = 0
 
@@ -176,6 +177,18 @@ class Buffer(Section):
     _dtype = field_validator("dtype")(_known)
 
 
+class Counter(Section):
+    """int32 numbers by which the programs of a kernel find out which of them is the last. num_bytes: of all.
+
+    They are zero when the engine is loaded, and each kernel leaves them zero, so launches of several kernels may use
+    the same: they come one after the other, since a kernel touches its counters only after it has seen what the kernel
+    before it wrote.
+    """
+
+    name: str
+    num_bytes: Count
+
+
 class Input(Section):
     """An array that the host writes. size: elements, an expression."""
 
@@ -279,11 +292,25 @@ class LaunchPlan(Section):
     pools: tuple[Pool, ...]
     buffers: tuple[Buffer, ...]
     arena_bytes: Bytes
+    counters: tuple[Counter, ...]
     ops: tuple[Op, ...]
     logits: Place
     logits_dtype: DtypeName
     logits_columns: Count
     sampling: Sampling | None = None
+
+    @property
+    def counter_offsets(self) -> dict[str, int]:
+        """Bytes from the start of the allocation of all counters, by name."""
+        found, end = {}, 0
+        for counter in self.counters:
+            found[counter.name] = end
+            end += -(-counter.num_bytes // ALIGNMENT) * ALIGNMENT
+        return found
+
+    @property
+    def counter_bytes(self) -> int:
+        return sum(-(-counter.num_bytes // ALIGNMENT) * ALIGNMENT for counter in self.counters)
 
     def to_json(self) -> bytes:
         """Return the deterministic text of the file."""
@@ -330,6 +357,7 @@ class LaunchPlan(Section):
         sizes = self.limits.sizes()
         known: dict[str, dict[str, int]] = {
             "buffer": {b.name: most_bytes(b.size, self.limits) for b in self.buffers},
+            "counter": {c.name: c.num_bytes for c in self.counters},
             "input": {i.name: evaluate(i.size, sizes) * ITEM_BYTES[i.dtype] for i in self.inputs},
             "weight": {w.name: w.num_bytes for w in self.weights},
             "pool": {p.name: p.token_bytes for p in self.pools},

@@ -113,12 +113,22 @@ class AttentionShape:
             "VALUE_DIM": self.value_dim,
             "HEAD_BLOCK": head_block,
             "REST_BLOCK": rest_block,
-            "VALUE_BLOCK": power_of_2(self.value_dim),
+            "VALUE_BLOCK": self.value_block,
         }
+
+    @property
+    def value_block(self) -> int:
+        """Channels of a tile of values, padding included.
+
+        Not 16 beside wider keys where both are widened from 8 bits: Triton 3.6 then makes matrix units of SM 90 read
+        shared memory where there is none (seen on an H200; 32 columns are right).
+        """
+        width = power_of_2(self.value_dim)
+        return max(width, 32) if self.kv_scales != "none" and self.head_dim > 16 else width
 
     def cached_bytes(self, tokens: int) -> int:
         """Bytes of the padded keys and values of `tokens` tokens of one KV head, as they lie in shared memory."""
-        return tokens * self.kv_bytes * (sum(split_width(self.head_dim)) + power_of_2(self.value_dim))
+        return tokens * self.kv_bytes * (sum(split_width(self.head_dim)) + self.value_block)
 
 
 def steps_in_flight(num_stages: int) -> int:

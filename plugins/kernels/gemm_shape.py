@@ -89,6 +89,7 @@ class SmallKernel:
 
         x, w, x_scale, w_scale, w_offset, bias, out    tensors; row m of x starts at element m * x_stride, out alike
         partial                     float32 workspace
+        counters                    int32 state
         rows, x_stride, out_stride  int32: M, and elements from row to row; x_stride is a multiple of 16 bytes, and
                                     out_stride of `GemmShape.out_align`, as n is
 
@@ -96,11 +97,13 @@ class SmallKernel:
 
     workspaces: {name: (dtype, bytes)} of the buffers that live from the first launch to the last. They need not be
     cleared.
+    states: {name: bytes} of buffers that are zero before the first launch, and which the kernels leave zero.
     """
 
     most_rows: int | None
     specs: tuple[KernelSpec, ...]
     workspaces: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    states: Mapping[str, int] = field(default_factory=dict)
 
 
 def power_of_2(size: int) -> int:

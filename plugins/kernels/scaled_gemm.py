@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llmbuild.plugins.kernels.gemm_shape import FLOAT8, GemmShape, SmallKernel
 from llmbuild.plugins.kernels.row_gemm import row_kernel
 from llmbuild.plugins.kernels.scaled_tile_gemm import scaled_tile_kernel
+from llmbuild.plugins.kernels.stream_gemm import fits, stream_kernel
 from llmbuild.plugins.kernels.tile_gemm import tile_kernel
 
 MOST_ROWS = (16, 32, 64)  # of each kernel between those for one row and for many
@@ -34,7 +37,8 @@ def scaled_gemm(
     if few and shape.block is None:
         found.append(row_kernel(shape, sm, name=f"{name}_m1", pdl=pdl))
     if few:
-        found += [tile_kernel(shape, sm, name=f"{name}_m{most}", most_rows=most, pdl=pdl) for most in MOST_ROWS]
+        few_rows = partial(stream_kernel, shape) if fits(shape, sm) else partial(tile_kernel, shape, sm)
+        found += [few_rows(name=f"{name}_m{most}", most_rows=most, pdl=pdl) for most in MOST_ROWS]
     if not library_computes(shape, sm):
         found.append(scaled_tile_kernel(shape, sm, name=f"{name}_many", rows=rows, pdl=pdl))
     return tuple(found)

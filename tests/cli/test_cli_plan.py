@@ -69,7 +69,7 @@ def test_inspect_shows_the_plan(invoke, cuda_engine: Path) -> None:
     for text in ("Launch plan, SM 90", "GEMM [T, 64] x [64, 128] bfloat16", "attention_decode", "more: GEMM library"):
         assert text in result.stdout
     told = json.loads(invoke("inspect", cuda_engine, "--plan", "--json").stdout)
-    assert told["sm"] == 80 and told["plan"]["version"] == 1
+    assert told["sm"] == 80 and told["plan"]["version"] == 2
     shown = invoke("inspect", cuda_engine).stdout
     assert "bfloat16, 256 bytes a token" in shown
 

@@ -40,8 +40,6 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize(("cache", "dtype"), TOLERANCES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "minicpm3"])
 def test_logits_are_those_of_the_oracle(family: str, cache: str, dtype: str, sm: str, tmp_path: Path) -> None:
-    if family == "minicpm3" and dtype != "float32":
-        pytest.skip("refused by the build: tests/targets/test_cuda_kv_cache.py")
     found, expected = against_oracle(
         tiny_model(family),
         requests,

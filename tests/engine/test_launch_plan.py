@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from llmbuild.engine.launch_plan import (
+    PLAN_VERSION,
     Buffer,
+    Counter,
     GemmOp,
     Input,
     KernelOp,
@@ -58,13 +60,14 @@ def product(**changes: Any) -> GemmOp:
 def plan(**changes: Any) -> LaunchPlan:
     """Tokens become hidden states, which a product makes logits of."""
     fields: dict[str, Any] = {
-        "version": 1,
+        "version": PLAN_VERSION,
         "limits": LIMITS,
         "inputs": (Input(name="input_ids", dtype="int32", size="T"),),
         "weights": (Weight(name="w", dtype="float32", shape=(8, 16)),),
         "pools": (Pool(name="keys_0", dtype="float32", width=16),),
         "buffers": (buffer("hidden", 0, 0, 1), buffer("logits", 2048, 1, 2, "T * 32")),
         "arena_bytes": 3072,
+        "counters": (Counter(name="tiles", num_bytes=40), Counter(name="splits", num_bytes=300)),
         "ops": (
             KernelOp(
                 kernel="embed",
@@ -99,6 +102,10 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"buffers": (buffer("hidden", 0, 0, 1), buffer("logits", 2100, 1, 2, "T * 8"))}, "does not lie in the arena"),
         ({"weights": ()}, "op 1 reads the weight 'w', which is not there"),
         ({"pools": ()}, "op 0 reads the pool 'keys_0', which is not there"),
+        (
+            {"ops": (KernelOp(kernel="k", arguments=(at("hidden"), at("tiles", "counter", 40))), product())},
+            "op 0 reads past the end of tiles",
+        ),
         ({"logits": at("w", "weight")}, "the logits are in no buffer"),
         (
             {"ops": (plan().ops[0], product(weight=at("w", "weight", 512)))},
@@ -114,6 +121,12 @@ def test_what_does_not_fit_together_is_found(tmp_path: Path, changes: dict[str, 
     assert error.value.where == str(path) and "convert the model again" in str(error.value.hint)
 
 
+def test_counters_lie_apart_in_one_allocation() -> None:
+    assert plan().counter_offsets == {"tiles": 0, "splits": 256}
+    assert plan().counter_bytes == 256 + 512
+    assert plan(counters=()).counter_bytes == 0
+
+
 def test_buffers_of_different_times_may_share_memory() -> None:
     ops = (*plan().ops, KernelOp(kernel="after", arguments=(at("logits"), at("late"))))
     late = buffer("late", 0, 2, 2)
@@ -126,8 +139,8 @@ def test_buffers_of_different_times_may_share_memory() -> None:
     [
         ("", "not a launch plan"),
         ("[]", "not a launch plan"),
-        ('{"version": 2}', "a launch plan of version 2; this llmbuild reads version 1"),
-        ('{"version": 1}', "damaged launch plan: limits"),
+        ('{"version": 1}', "a launch plan of version 1; this llmbuild reads version 2"),
+        ('{"version": 2}', "damaged launch plan: limits"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, problem: str) -> None:

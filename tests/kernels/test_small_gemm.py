@@ -80,9 +80,17 @@ def test_few_rows(shape, rows, block_n, block_k, splits, swap, pdl, seed) -> Non
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernels_that_are_built_in(dtype: str, rows: int) -> None:
     shape = GemmShape(96, 320, dtype, bias=True)
-    kernels = small_gemm(shape, 90, name="gemm", most_rows=(16, 64))
-    assert [kernel.most_rows for kernel in kernels] == [1, 16, 64]
+    kernels = [row_kernel(shape, 90, name="one"), *(tile_kernel(shape, 90, name="few", most_rows=m) for m in (16, 64))]
     check(next(kernel for kernel in kernels if rows <= (kernel.most_rows or rows)), shape, rows)
+
+
+def test_which_kernels_few_rows_have() -> None:
+    def rows(shape: GemmShape, sm: int) -> list[int | None]:
+        return [kernel.most_rows for kernel in small_gemm(shape, sm, name="gemm")]
+
+    assert rows(GemmShape(96, 320), 90) == [1, 16, 32, 64]
+    assert rows(GemmShape(96, 384, w_dtype=FLOAT8, x_dtype=FLOAT8), 90) == [1, 16, 32]
+    assert rows(GemmShape(96, 320), 80) == rows(GemmShape(96, 320, "float32"), 90) == [1]
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -111,8 +119,7 @@ def test_split_sums_are_the_same_each_time() -> None:
 @pytest.mark.parametrize("sm", SMS)
 @pytest.mark.parametrize("shape", [GemmShape(4096, 4096), GemmShape(6144, 4096, w_dtype=FLOAT8)], ids=str)
 def test_it_compiles(shape: GemmShape, sm: int) -> None:
-    one, few = small_gemm(shape, sm, name="gemm", pdl=sm >= 90)
-    assert [spec.name for spec in (*one.specs, *few.specs)][:2] == ["gemm_m1", "gemm_m16"]
+    one, few = row_kernel(shape, sm, name="one", pdl=sm >= 90), tile_kernel(shape, sm, name="few", pdl=sm >= 90)
     assert (len(few.specs) == 2) == ("partial" in few.workspaces)
     for spec in (*one.specs, *few.specs):
         assert compile_spec(spec, sm).launch.shared <= SHARED_BYTES[sm] * 1024
@@ -120,7 +127,11 @@ def test_it_compiles(shape: GemmShape, sm: int) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_an_odd_shape_compiles(sm: int) -> None:
-    for kernel in small_gemm(GemmShape(1001, 611, "float16", bias=True), sm, name="gemm", most_rows=(16, 64)):
+    shape = GemmShape(1001, 611, "float16", bias=True)
+    for kernel in (
+        row_kernel(shape, sm, name="one"),
+        *(tile_kernel(shape, sm, name="few", most_rows=m) for m in (16, 64)),
+    ):
         for spec in kernel.specs:
             assert compile_spec(spec, sm).launch.shared <= SHARED_BYTES[sm] * 1024
 

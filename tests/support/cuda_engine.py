@@ -16,6 +16,7 @@ from llmbuild.cuda.kernels import Grid
 from llmbuild.engine.cubin import Cubin, Launch, Parameter
 from llmbuild.engine.kernel_pack import CompiledKernel, write_pack
 from llmbuild.engine.launch_plan import (
+    PLAN_VERSION,
     Buffer,
     GemmOp,
     Input,
@@ -111,7 +112,7 @@ def plan(**changes: Any) -> LaunchPlan:
     read += [place("pool", "keys.0"), place("weight", "ones"), place("buffer", "logits")]
     read += [number("B"), number(STRIDE), number("S")]
     values: dict[str, Any] = {
-        "version": 1,
+        "version": PLAN_VERSION,
         "limits": Limits(max_num_tokens=TOKENS, max_batch_size=BATCH, table_stride=STRIDE, block_size=BLOCK),
         "inputs": tuple(Input(name=name, dtype="int32", size=size) for name, size in INPUTS.items()),
         "weights": (
@@ -121,6 +122,7 @@ def plan(**changes: Any) -> LaunchPlan:
         "pools": (Pool(name="keys.0", dtype="uint64", width=1),),
         "buffers": (Buffer(name="logits", dtype="float32", size=f"L * {VOCAB * 4}", offset=256, first=0, last=3),),
         "arena_bytes": 256 + 4 * VOCAB * BATCH,
+        "counters": (),
         "ops": (
             kernel("store", *store),
             kernel("hash", *read, when="decode"),

@@ -39,8 +39,10 @@ def compute(kernel: SmallKernel, x: Tensor, out_columns: int, dtype: torch.dtype
     given: dict[str, Any] = {"x": wide, "out": out, "rows": rows, "x_stride": x_stride, "out_stride": out_stride}
     for name, (_, size) in kernel.workspaces.items():
         given[name] = torch.full((size // 4,), float("nan"))
+    states = {name: torch.zeros(size // 4, dtype=torch.int32) for name, size in kernel.states.items()}
     for spec in kernel.specs:
-        launch(spec, given | weights, {"T": rows})
+        launch(spec, given | states | weights, {"T": rows})
+    assert not any(state.any() for state in states.values())
     assert (out[rows] == 7.0).all() and (out[:, out_columns:] == 7.0).all()
     return out[:rows, :out_columns]
 

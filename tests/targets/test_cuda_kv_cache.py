@@ -18,8 +18,8 @@ from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.cuda.aot import compile_spec
 from llmbuild.builder.targets.cuda.lowering import plan_program
 from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
-from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
+from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.quantization.recipes import KvCache, find_recipe
 from llmbuild.runtime.executors.cuda.memory import block_bytes
 from support.calibrated import gathered
@@ -88,12 +88,12 @@ def test_pools_take_the_bytes_that_the_engine_says(cache: KvCache | None, tmp_pa
     assert kinds == {"keys": numbers, "values": numbers} | scales
 
 
-def test_values_narrower_than_keys_are_refused_in_half_precision(tmp_path: Path) -> None:
-    path = save_tiny(tiny_model("minicpm3"), tmp_path / "model", tokenizer=False)
-    program = load_program(path, dtype=torch.bfloat16)
-    optimize(program, replace(find_recipe("none"), kv_cache=KvCache("int8")))
-    with pytest.raises(UnsupportedError, match="an 8-bit KV cache with 24 channels of keys and 16 of values"):
-        plan_program(program, LIMITS, HARDWARE)
+@pytest.mark.parametrize(("key", "value", "block"), [(24, 16, 32), (16, 16, 16), (96, 64, 64), (192, 128, 128)])
+def test_no_tile_of_16_values_beside_wider_keys(key: int, value: int, block: int) -> None:
+    """Compiled for SM 90 such a tile reads shared memory that is not its own."""
+    shape = AttentionShape(4, 4, key, value, scale=0.2, kv_dtype="int8", kv_scales="token")
+    assert shape.constants()["VALUE_BLOCK"] == block
+    assert replace(shape, kv_dtype="bfloat16", kv_scales="none").constants()["VALUE_BLOCK"] == min(block, value)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])

@@ -41,6 +41,7 @@ def launch_plan(sampling: Sampling, sizes: tuple[tuple[str, str, str], ...]) -> 
         pools=(),
         buffers=tuple(buffers),
         arena_bytes=end,
+        counters=(),
         ops=(),
         logits=Place(kind="buffer", name="logits"),
         logits_dtype="bfloat16",

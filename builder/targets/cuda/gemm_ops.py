@@ -18,9 +18,6 @@ from llmbuild.plugins.kernels.gemm_shape import VECTOR_BYTES, GemmShape, SmallKe
 from llmbuild.plugins.kernels.small_gemm import small_gemm
 
 aten = torch.ops.aten
-# Rows for which tensor-core tiles take the place of the library: none, as it is faster on an H200 from 2 rows on
-# (docs/performance.md).
-TILED_ROWS: tuple[int, ...] = ()
 
 
 def gemm_op(lowered: Lowered, part: Barrier) -> None:
@@ -101,7 +98,7 @@ def small_kernels(lowered: Lowered, part: Barrier, op: GemmOp) -> tuple[SmallGem
         return ()
     shape = GemmShape(op.n, op.k, op.dtype, bias=op.bias is not None)
     name = f"gemm_{op.n}x{op.k}"
-    small = small_gemm(shape, hardware.sm, name=name, pdl=hardware.pdl, most_rows=TILED_ROWS)
+    small = small_gemm(shape, hardware.sm, name=name, pdl=hardware.pdl, processors=hardware.processors)
     return small_launches(lowered, part.node, small, kernel_arguments(op))
 
 
@@ -132,6 +129,7 @@ def small_launches(
         mine = dict(places)
         for name, (dtype, needed) in small.workspaces.items():
             mine[name] = lowered.workspace(f"{node.name}_{name}_{small.most_rows}", dtype, str(needed))
+        mine |= {name: lowered.counter(f"gemm_{name}", num_bytes) for name, num_bytes in small.states.items()}
         launches = tuple(
             KernelOp(
                 kernel=lowered.kernel(spec), arguments=tuple(mine[name] for name in spec.signature), label=node.name

@@ -44,7 +44,8 @@ class Hardware:
 class Lowered:
     """Collects a plan.
 
-    needs: buffers by name. weights: by the name that the plan gives them. specs: kernels by name.
+    needs: buffers by name. weights: by the name that the plan gives them. specs: kernels by name. counters: bytes by
+    name.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Lowered:
     needs: dict[str, Need] = field(default_factory=dict)
     weights: dict[str, WeightExpr] = field(default_factory=dict)
     pools: dict[str, Pool] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
     specs: dict[str, KernelSpec] = field(default_factory=dict)
     names: dict[Hashable, str] = field(default_factory=dict)
 
@@ -80,6 +82,11 @@ class Lowered:
             raise ValueError(f"two buffers are called {name!r}")
         self.needs[name] = Need(name, dtype, size)
         return Place(kind="buffer", name=name)
+
+    def counter(self, name: str, num_bytes: int) -> Place:
+        """Return the place of int32 numbers that are zero between kernels; equal names mean the same memory."""
+        self.counters[name] = max(num_bytes, self.counters.get(name, 0))
+        return Place(kind="counter", name=name)
 
     def weight(self, name: str, expression: WeightExpr) -> Place:
         """Return the place of a weight in another form than the graph's; equal names mean the same weight."""

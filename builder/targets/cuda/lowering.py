@@ -30,6 +30,7 @@ from llmbuild.builder.targets.cuda.scaled_ops import number_gemm_op, scaled_gemm
 from llmbuild.builder.targets.cuda.views import NoRule
 from llmbuild.engine.launch_plan import (
     PLAN_VERSION,
+    Counter,
     Input,
     KernelOp,
     LaunchPlan,
@@ -136,6 +137,7 @@ def finish(lowered: Lowered) -> Planned:
         pools=tuple(lowered.pools[name] for name in sorted(lowered.pools, key=pool_order)),
         buffers=layout.buffers,
         arena_bytes=layout.arena_bytes,
+        counters=tuple(Counter(name=name, num_bytes=size) for name, size in sorted(lowered.counters.items())),
         ops=tuple(lowered.ops),
         logits=logits,
         logits_dtype=dtype_name(buffer.dtype),

@@ -49,6 +49,9 @@ class PlanInterpreter:
         }
         self.arena = torch.empty(self.plan.arena_bytes, dtype=torch.uint8)
         self.buffers = {buffer.name: buffer for buffer in self.plan.buffers}
+        self.counters = {
+            counter.name: torch.zeros(counter.num_bytes // 4, dtype=torch.int32) for counter in self.plan.counters
+        }
         self.inputs: dict[str, Tensor] = {}
         self.sizes: dict[str, int] = {}
 
@@ -111,6 +114,9 @@ class PlanInterpreter:
             if spec.signature[name] == "*fp8e4nv":  # a pool holds the bits of these
                 values[name] = values[name].view(torch.float8_e4m3fn)
         kernel[grid](**values)
+        for argument in op.arguments:
+            if isinstance(argument, Place) and argument.kind == "counter" and self.counters[argument.name].any():
+                raise AssertionError(f"{op.kernel} does not leave {argument.name} zero")
 
     def product(self, op: GemmOp, rows: int) -> None:
         x = self.tensor(op.x).as_strided((op.batch, rows, op.k), (op.x_batch, op.x_stride, 1))
@@ -131,7 +137,8 @@ class PlanInterpreter:
             size = evaluate(buffer.size, self.sizes)
             held = self.arena[buffer.offset : buffer.offset + size].view(getattr(torch, buffer.dtype))
         else:
-            held = {"input": self.inputs, "weight": self.weights, "pool": self.pools}[place.kind][place.name]
+            kinds = {"input": self.inputs, "weight": self.weights, "pool": self.pools, "counter": self.counters}
+            held = kinds[place.kind][place.name]
         return held[place.offset // held.element_size() :]
 
     def forget(self, number: int) -> None:

@@ -13,9 +13,9 @@ from llmbuild.builder.targets.cuda.partition import Barrier
 from llmbuild.builder.targets.cuda.sms import FLOAT8_SMS
 from llmbuild.builder.targets.cuda.views import NoRule
 from llmbuild.engine.launch_plan import GemmOp
-from llmbuild.plugins.kernels.gemm_shape import FLOAT8, VECTOR_BYTES, GemmShape
-from llmbuild.plugins.kernels.row_gemm import row_kernel
+from llmbuild.plugins.kernels.gemm_shape import FLOAT8, VECTOR_BYTES, GemmShape, SmallKernel
 from llmbuild.plugins.kernels.scaled_gemm import scaled_gemm
+from llmbuild.plugins.kernels.small_gemm import small_gemm
 
 
 def scaled_gemm_op(lowered: Lowered, part: Barrier) -> None:
@@ -44,13 +44,13 @@ def scaled_gemm_op(lowered: Lowered, part: Barrier) -> None:
 
 
 def number_gemm_op(lowered: Lowered, part: Barrier) -> None:
-    """Add one `linear_numbers`: by the library, but for one row. Raises as `scaled_gemm_op`."""
+    """Add one `linear_numbers`: by the library, but for few rows. Raises as `scaled_gemm_op`."""
     op, shape = number_gemm(lowered, part, arguments(part.node)[1], None, None)
-    hardware = lowered.hardware
-    kernels = []
+    hardware, name = lowered.hardware, f"number_gemm_{op.n}x{op.k}"
+    kernels: tuple[SmallKernel, ...] = ()
     if hardware.small_gemms:
         shape = replace(shape, scales=False)
-        kernels.append(row_kernel(shape, hardware.sm, name=f"number_gemm_{op.n}x{op.k}_m1", pdl=hardware.pdl))
+        kernels = small_gemm(shape, hardware.sm, name=name, pdl=hardware.pdl, processors=hardware.processors)
     launches = small_launches(lowered, part.node, kernels, kernel_arguments(op))
     lowered.ops.append(op.model_copy(update={"kernels": launches}))
 

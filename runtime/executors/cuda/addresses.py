@@ -13,6 +13,7 @@ class Addresses:
     """Addresses by name, for each kind of place."""
 
     buffers: Mapping[str, int]
+    counters: Mapping[str, int]
     inputs: Mapping[str, int]
     weights: Mapping[str, int]
     pools: Mapping[str, int]
@@ -23,19 +24,24 @@ class Addresses:
         plan: LaunchPlan,
         *,
         arena: int,
+        counters: int = 0,
         inputs: Mapping[str, int],
         weights: Mapping[str, int],
         pools: Mapping[str, int],
         state: Mapping[str, int] | None = None,
     ) -> Addresses:
-        """arena: address of the arena; the buffers' follow from it."""
-        return Addresses({b.name: arena + b.offset for b in plan.buffers}, inputs, weights, pools, state or {})
+        """arena, counters: addresses of the allocations; those of what lies in them follow."""
+        buffers = {buffer.name: arena + buffer.offset for buffer in plan.buffers}
+        of_counters = {name: counters + offset for name, offset in plan.counter_offsets.items()}
+        return Addresses(buffers, of_counters, inputs, weights, pools, state or {})
 
     def __call__(self, place: Place) -> int:
         """Return the address of a place."""
         match place.kind:
             case "buffer":
                 start = self.buffers[place.name]
+            case "counter":
+                start = self.counters[place.name]
             case "input":
                 start = self.inputs[place.name]
             case "weight":

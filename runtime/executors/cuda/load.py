@@ -60,6 +60,7 @@ class Memory:
 
     weights: int
     arena: int
+    counters: int
     pools: dict[str, tuple[int, int]]
     inputs: InputArea
     sampling: SamplingArea | None
@@ -96,6 +97,7 @@ def load(engine: Engine, gpu: Device, plan: LaunchPlan, pack: KernelPack, option
     needs = memory.Needs(
         weights=placed.num_bytes,
         arena=plan.arena_bytes,
+        counters=plan.counter_bytes,
         inputs=input_layout(plan)[1],
         sampling=sampling_bytes(plan),
         workspace=memory.GEMM_WORKSPACE if lt is not None else 0,
@@ -122,6 +124,7 @@ def load(engine: Engine, gpu: Device, plan: LaunchPlan, pack: KernelPack, option
     address = Addresses.of(
         plan,
         arena=held.arena,
+        counters=held.counters,
         inputs=held.inputs.addresses | (sampling.addresses if sampling is not None else {}),
         weights={name: held.weights + offset for name, offset in placed.offsets.items()},
         pools={name: at for name, (at, _) in held.pools.items()},
@@ -140,8 +143,9 @@ def load(engine: Engine, gpu: Device, plan: LaunchPlan, pack: KernelPack, option
     logits = LogitsReader(plan, gpu, address(plan.logits), manifest.model.vocab_size)
     stack.callback(logits.close)
 
-    # Nothing is read before it is written, but what a mask hides must not be NaN either.
-    for at, num_bytes in ((held.arena, plan.arena_bytes), *held.pools.values()):
+    # Counters begin at zero. Of the rest nothing is read before it is written, but what a mask hides must not be NaN.
+    areas = ((held.counters, plan.counter_bytes), (held.arena, plan.arena_bytes))
+    for at, num_bytes in (*areas, *held.pools.values()):
         gpu.fill(at, 0, num_bytes, stream)
     if weight_file is None:
         weights.fill_with_noise(gpu, plan, held.weights)
@@ -167,7 +171,7 @@ def allocate(
 
     slots = (num_blocks + 1) * plan.limits.block_size  # the last block is the padding rows'
     sizes = {pool.name: slots * pool.token_bytes for pool in plan.pools}
-    whole, arena = taken(needs.weights), taken(needs.arena)
+    whole, arena, counters = taken(needs.weights), taken(needs.arena), taken(needs.counters)
     pools = {name: (taken(size), size) for name, size in sizes.items()}
     workspace = taken(needs.workspace)
     inputs = InputArea(plan, gpu, dummy_block=num_blocks)
@@ -176,7 +180,7 @@ def allocate(
     if plan.sampling is not None:
         sampling = SamplingArea(plan, plan.sampling, gpu, stream)
         stack.callback(sampling.close)
-    return Memory(whole, arena, pools, inputs, sampling, workspace)
+    return Memory(whole, arena, counters, pools, inputs, sampling, workspace)
 
 
 def _gemms(

@@ -19,6 +19,7 @@ class Needs(NamedTuple):
 
     weights: int
     arena: int
+    counters: int
     inputs: int
     sampling: int
     workspace: int
