@@ -44,22 +44,6 @@ def contenders() -> list[str]:
     return ["none", BFLOAT16, *CACHES, *(name for name in RECIPES if name not in ("none", *KEPT_AS_STORED))]
 
 
-def dequantize(gguf: Path, folder: Path) -> None:
-    """Write the model of a GGUF as a Hugging Face directory of float32 weights, so that recipes round them."""
-    from safetensors.torch import save_file
-
-    from llmbuild.builder.frontend.load import open_source
-
-    source = open_source(gguf)
-    tensors = {name: source.checkpoint.weight(name).load().contiguous() for name in source.checkpoint.names()}
-    folder.mkdir(parents=True)
-    for name, content in source.tokenizer_files.items():
-        (folder / name).write_bytes(content)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    source.config.architectures = ["LlamaForCausalLM"]
-    source.config.save_pretrained(folder)  # last: a folder with a config is whole
-
-
 @lru_cache(maxsize=1)
 def traced(model: Path, dtype: str) -> Program:
     import torch
@@ -171,6 +155,8 @@ def weight_bytes(program: Program) -> int:
 
 def run(work: Path, names: list[str], tokens: int, device: str) -> None:
     from conftest import find_smollm2
+
+    from support.smollm2 import dequantize
 
     gguf = find_smollm2()
     if gguf is None:

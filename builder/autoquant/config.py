@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmbuild.builder.options import BuildConfig, check_thresholds, choose
 from llmbuild.errors import ConfigError, UserError, nearest
-from llmbuild.quantization.recipes import KeepStored, named, observes
+from llmbuild.quantization.recipes import KeepStored, find_recipe, named, needs_gram, observes
 
 OBJECTIVES = ("size", "decode")
 DEFAULT_CANDIDATES = ("int4-wo", "int8-wo", "none")
@@ -25,6 +25,8 @@ class AutoquantConfig:
         max_kl: Most mean KL from the unquantized model, in nats, on the accuracy text.
         target, dtype, sm: As `BuildConfig` has them: what the engine will be for.
         candidates: Names of the recipes to choose from.
+        calibration: File of statistics for candidates that round weights by GPTQ: read if it exists, else gathered
+            over documentation strings and written. A build of the result must be given the same.
         objective: "size": fewest bytes of weights. "decode": fewest that a decode step of one token reads.
         sensitivity_text, sensitivity_tokens: Text that every recipe of every unit is tried on, alone.
         accuracy_text, accuracy_tokens: Text that choices are measured on.
@@ -42,6 +44,7 @@ class AutoquantConfig:
     dtype: str | None = None
     sm: str | None = None
     candidates: tuple[str, ...] = DEFAULT_CANDIDATES
+    calibration: Path | None = None
     objective: str = "size"
     sensitivity_text: Path | None = None
     sensitivity_tokens: int = DEFAULT_SENSITIVITY_TOKENS
@@ -68,6 +71,18 @@ class AutoquantConfig:
                 )
         self._check_candidates()
 
+        if self.calibration is not None and not self.calibrated:
+            raise ConfigError(
+                f"none of {', '.join(self.candidates)} needs calibration",
+                where="--calibration",
+                hint="leave the option out",
+            )
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a candidate needs statistics of what linears read."""
+        return any(observes(find_recipe(name).linear) for name in self.candidates)
+
     def _check_candidates(self) -> None:
         where = "--candidates"
         if len(self.candidates) < 2 or len(set(self.candidates)) < len(self.candidates):
@@ -84,11 +99,17 @@ class AutoquantConfig:
                     where=where,
                     hint="a weight that is stored in as few bits as a candidate asks for is kept anyway",
                 )
-            if observes(scheme):
+            if observes(scheme) and not needs_gram(scheme):
                 raise ConfigError(
-                    f"recipe {name!r} needs calibration, which the search does without",
+                    f"recipe {name!r} scales what linears read, which the search cannot try in one place alone",
                     where=where,
-                    hint="search among recipes that need none; --quant-layer can replace one in the result",
+                    hint="search among recipes that round weights to nearest or by GPTQ",
+                )
+            if observes(scheme) and self.calibration is None:
+                raise ConfigError(
+                    f"recipe {name!r} needs calibration, and a build of the result the same",
+                    where="--calibration",
+                    hint="give a file, which is written if it does not exist; convert --calibration reads it",
                 )
             try:
                 choose(BuildConfig(self.model, self.output, target=self.target, sm=self.sm, quant=name))

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from llmbuild.builder.autoquant.result import Autoquant, Measured
     from llmbuild.builder.autoquant.search import Choice
     from llmbuild.builder.autoquant.units import Option, Unit
+    from llmbuild.builder.calibration import Calibration
     from llmbuild.builder.ir import Program
+    from llmbuild.builder.quant_config import QuantConfig
+    from llmbuild.quantization.recipes import Recipe
 
+NONE = "none"
 WORST = 3  # units that an error names
 PLOT_SUFFIX = ".svg"
 
@@ -57,6 +61,16 @@ def autoquant(config: AutoquantConfig, progress: Progress | None = None) -> Auto
     config.output.write_text(written.to_json(), encoding="utf-8")
     plot.write_text(pareto_plot(measured, config.max_kl, config.objective), encoding="utf-8")
     return Autoquant(config.output, plot, section, chosen, measured, subject.results(choice, losses), subject.notes)
+
+
+def calibration_of(config: AutoquantConfig, progress: Any) -> Calibration | None:
+    """Return what gives statistics; None where no candidate needs them."""
+    from llmbuild.builder.calibration import Calibration
+    from llmbuild.builder.options import BuildConfig
+
+    if not config.calibrated:
+        return None
+    return Calibration(BuildConfig(config.model, config.output, calibration=config.calibration), progress)
 
 
 def two_texts(config: AutoquantConfig) -> tuple[Text, Text]:
@@ -115,7 +129,12 @@ class Subject:
         (self.exact,) = kept
         itemsize = getattr(torch, self.dtype).itemsize
         self.units: list[Unit] = find_units(self.exact)
-        by_recipe = [find_options(self.exact, self.units, name, itemsize) for name in config.candidates]
+        self.calibration = calibration_of(config, under("calibrate", progress))
+        plain, *by_recipe = (
+            find_options(self.exact, self.units, name, itemsize, self.calibration)
+            for name in ("none", *config.candidates)
+        )
+        self.plain: list[Option] = plain
         self.options: list[list[Option]] = [list(each) for each in zip(*by_recipe, strict=True)]
         if all(option.exact for each in self.options for option in each):
             raise ConfigError(
@@ -148,14 +167,13 @@ class Subject:
         from llmbuild.builder.autoquant.result import AUTOQUANT, Measured
         from llmbuild.builder.autoquant.search import MOST_MEASUREMENTS
         from llmbuild.builder.pipeline import LAST_EXACT, optimize
-        from llmbuild.quantization.recipes import customized
 
         choice = self.plainest(choice)
         if choice not in self.measured:
             chosen = [each[option] for each, option in zip(self.options, choice, strict=True)]
             config = self.quant_config(choice)
             program = copy_program(self.exact)
-            optimize(program, customized(config.quant, config.exclude, config.quant_layers), after=LAST_EXACT)
+            optimize(program, self._recipe(config), calibrate=self.calibration, after=LAST_EXACT)
             stored = self.other[0] + sum(option.stored for option in chosen)
             read = self.other[1] + sum(option.read for option in chosen)
             uniform = len(set(choice)) == 1
@@ -168,22 +186,31 @@ class Subject:
 
     def plainest(self, choice: Choice) -> Choice:
         """Return the choice with "none" wherever another recipe has no effect."""
-        if "none" not in self.config.candidates:
+        if NONE not in self.config.candidates:
             return choice
-        none = self.config.candidates.index("none")
-        pairs = zip(self.options, choice, strict=True)
-        return tuple(
-            none if each[option].exact and each[option].stored == each[none].stored else option
-            for each, option in pairs
-        )
+        none = self.config.candidates.index(NONE)
+        return tuple(none if self._is_plain(unit, option) else option for unit, option in enumerate(choice))
+
+    def _is_plain(self, unit: int, option: int) -> bool:
+        """Whether an option leaves a unit in the computation dtype."""
+        chosen = self.options[unit][option]
+        return chosen.exact and chosen.stored == self.plain[unit].stored
+
+    @staticmethod
+    def _recipe(config: QuantConfig) -> Recipe:
+        from llmbuild.quantization.recipes import customized
+
+        return customized(config.quant, config.exclude, config.quant_layers)
 
     def _figures(self, program: Program) -> Figures:
         return self.held_out.figures(program)
 
-    def quant_config(self, choice: Choice) -> Any:
+    def quant_config(self, choice: Choice) -> QuantConfig:
         from llmbuild.builder.autoquant.choice import quant_config
 
-        return quant_config(self.exact, self.units, [self.config.candidates[option] for option in choice])
+        names = self.config.candidates
+        recipes = [NONE if self._is_plain(unit, option) else names[option] for unit, option in enumerate(choice)]
+        return quant_config(self.exact, self.units, recipes)
 
     def unreachable(self, losses: Sequence[Sequence[float]]) -> AccuracyError:
         """Return the error where even the choice that loses least misses the bound."""
@@ -217,6 +244,7 @@ class Subject:
             "max_kl": config.max_kl,
             "sensitivity": self._text(self.sensitivity_text, sum(map(len, self.sensitivity_windows))),
             "accuracy": self._text(self.accuracy_text, self.held_out.tokens),
+            "calibration": None if self.calibration is None else self.calibration.section(),
             "measured": chosen.to_dict(),
         }
 

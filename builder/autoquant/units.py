@@ -6,6 +6,7 @@ value are one matrix in the engine only if they are stored alike, and 8-bit prod
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from llmbuild.builder.accuracy.layers import common_name
 from llmbuild.builder.accuracy.walk import copy_program
 from llmbuild.builder.ir import Program, WeightExpr
 from llmbuild.builder.passes.edit import arg, is_call, size
-from llmbuild.builder.passes.linear_inputs import linear_inputs
+from llmbuild.builder.passes.linear_inputs import Calibrate, linear_inputs
 from llmbuild.builder.passes.quantize_weights import (
     choose_formats,
     expert_stacks,
@@ -28,7 +29,7 @@ from llmbuild.builder.passes.quantize_weights import (
 from llmbuild.builder.passes.stack_experts import DOWN, UP
 from llmbuild.builder.weights import Stack
 from llmbuild.quantization.float8 import FLOAT8, Float8Weight
-from llmbuild.quantization.recipes import customized
+from llmbuild.quantization.recipes import customized, find_recipe, needs_gram
 
 aten = torch.ops.aten
 llmbuild = torch.ops.llmbuild
@@ -106,15 +107,22 @@ def find_units(program: Program) -> list[Unit]:
     return [found[node] for node in program.graph.nodes if node in found]
 
 
-def find_options(program: Program, units: Sequence[Unit], recipe: str, itemsize: int) -> list[Option]:
-    """Return what each unit is under a recipe that needs no calibration.
+def find_options(
+    program: Program, units: Sequence[Unit], recipe: str, itemsize: int, calibrate: Calibrate | None = None
+) -> list[Option]:
+    """Return what each unit is under a recipe.
 
     Args:
         program: As `find_units` had it. Not changed.
         itemsize: Bytes of a number in the computation dtype of the target.
+        calibrate: Gives the statistics that the recipe asks for. There are no Gram matrices of what the lm_head reads:
+            then that stays plain.
     """
     rounded = copy_program(program)
-    choose_formats(rounded, customized("none", (), (f"*={recipe}",)))
+    plain: tuple[str, ...] = ()
+    if needs_gram(find_recipe(recipe).linear):
+        plain = tuple(glob.escape(name) for unit in units if unit.role == "lm_head" for name in unit.tensors)
+    choose_formats(rounded, customized("none", plain, (f"*={recipe}",)), calibrate)
     named = {node.name: node for node in rounded.graph.nodes}
     options = []
     for unit in units:

@@ -16,7 +16,7 @@ from llmbuild.units import human_size
 if TYPE_CHECKING:
     from llmbuild.builder.autoquant.result import Autoquant
 
-BARS = {"trace": "tracing", "sensitivity": "trying", "search": "measuring"}
+BARS = {"trace": "tracing", "calibrate": "calibrating", "sensitivity": "trying", "search": "measuring"}
 MOST_UNITS = 12  # in the table; --json has all
 
 
@@ -38,6 +38,14 @@ def autoquant(
     candidates: Annotated[
         str, typer.Option(metavar="RECIPE,RECIPE,...", help="Recipes to choose from, for each group of linears.")
     ] = "int4-wo,int8-wo,none",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Statistics for int4-gptq and fp8-gptq: read if FILE exists, else gathered and written there. Give "
+            "convert the same.",
+        ),
+    ] = None,
     objective: Annotated[
         str,
         typer.Option(
@@ -84,6 +92,7 @@ def autoquant(
             dtype=dtype,
             sm=sm,
             candidates=tuple(name.strip() for name in candidates.split(",") if name.strip()),
+            calibration=calibration,
             objective=objective,
             sensitivity_text=sensitivity_text,
             sensitivity_tokens=sensitivity_tokens,
@@ -132,4 +141,7 @@ def _show(found: Autoquant) -> None:
             for each in found.measured
         ],
     )
-    print(f"{found.config}: llmbuild convert MODEL -o ENGINE --quant-config {found.config}")
+    command = f"llmbuild convert MODEL -o ENGINE --quant-config {found.config}"
+    if found.search["calibration"] is not None:
+        command += " --calibration FILE, the same"
+    print(f"{found.config}: {command}")

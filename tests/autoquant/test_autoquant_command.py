@@ -112,7 +112,12 @@ def test_a_bound_that_no_choice_keeps_is_exit_3_and_writes_nothing(outliers: Pat
         (("--candidates", "int4-wo"), "the candidates are int4-wo"),
         (("--candidates", "none,none"), "the candidates are none, none"),
         (("--candidates", "stored,none"), "recipe 'stored' keeps what a checkpoint stores"),
-        (("--candidates", "int4-awq,none"), "recipe 'int4-awq' needs calibration, which the search does without"),
+        (("--candidates", "int4-awq,none"), "recipe 'int4-awq' scales what linears read"),
+        (
+            ("--candidates", "int4-gptq,none"),
+            "recipe 'int4-gptq' needs calibration, and a build of the result the same",
+        ),
+        (("--calibration", "stats"), "none of int4-wo, int8-wo, none needs calibration"),
         (("--candidates", "fp8,none"), "the cpu target has no products of 8-bit floats"),
         (("--candidates", "fp8,none", "--target", "cuda", "--sm", "80"), "SM 80 cannot multiply 8-bit floats"),
         (("--target", "gpu"), "unknown target 'gpu'"),
@@ -144,6 +149,28 @@ def test_one_text_for_both_is_refused(outliers: Path, tmp_path: Path, invoke) ->
     result = invoke("autoquant", outliers, "-o", tmp_path / "q.json", "--max-kl", 1, *words)
     assert result.exit_code == 2
     assert "t.txt is both what is tried on and what is measured on" in result.stderr
+
+
+@pytest.mark.slow
+def test_weights_that_gptq_rounds_are_those_of_the_build(outliers: Path, tmp_path: Path, invoke) -> None:
+    """With the statistics of one file; the lm_head, which has none, is not rounded by GPTQ."""
+    stats, out = tmp_path / "stats", tmp_path / "q.json"
+    options = ("--candidates", "int4-gptq,int8-wo,none", "--calibration", stats, "--max-kl", 0.1, *FEW)
+    result = invoke("autoquant", outliers, "-o", out, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["search"]["calibration"]["sha256"]
+    chosen = {unit["name"]: unit["recipe"] for unit in told["units"]}
+    assert "int4-gptq" in chosen.values() and chosen["lm_head"] != "int4-gptq"
+    words = ("--quant-config", out, "--calibration", stats, "--max-seq-len", 128, "--accuracy-tokens", 128)
+    result = invoke("convert", outliers, "-o", tmp_path / "e", "--target", "cpu", *words, "--json")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)["accuracy"]
+    assert record["kl"]["mean"] == pytest.approx(told["chosen"]["kl"]["mean"], rel=0.02)
+    assert record["kl"]["mean"] <= 0.1
+    again = invoke("autoquant", outliers, "-o", tmp_path / "again.json", *options)
+    assert again.exit_code == 0, again.stderr
+    assert (tmp_path / "again.json").read_bytes() == out.read_bytes()
 
 
 @pytest.mark.slow
