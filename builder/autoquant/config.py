@@ -13,6 +13,7 @@ OBJECTIVES = ("size", "decode")
 DEFAULT_CANDIDATES = ("int4-wo", "int8-wo", "none")
 DEFAULT_SENSITIVITY_TOKENS = 512
 DEFAULT_ACCURACY_TOKENS = 2048
+PLOT_SUFFIX = ".svg"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,15 @@ class AutoquantConfig:
     trust_remote_code: bool = False
     ignore_config_keys: tuple[str, ...] = ()
 
+    @property
+    def plot(self) -> Path:
+        return self.output.with_suffix(PLOT_SUFFIX)
+
     def __post_init__(self) -> None:
+        if self.output == self.plot:
+            raise ConfigError(
+                f"{self.output} is where the plot goes", where="--output", hint="give a path that ends in .json"
+            )
         check_thresholds({"max_kl": self.max_kl})
         if self.objective not in OBJECTIVES:
             raise ConfigError(

@@ -11,6 +11,7 @@ from llmbuild.builder.accuracy.measures import Figures
 from llmbuild.builder.accuracy.record import figures_to_dict, rounded
 from llmbuild.builder.line_plot import line_plot
 
+AUTOQUANT = "autoquant"
 MEGABYTE = 1e6
 
 
@@ -19,6 +20,7 @@ class Measured:
     """One choice as measured. name: "autoquant", or the recipe that all units follow. stored, read: bytes."""
 
     name: str
+    choice: tuple[int, ...]
     stored: int
     read: int
     figures: Figures
@@ -114,6 +116,3 @@ def pareto_plot(measured: Sequence[Measured], max_kl: float, objective: str) -> 
         log_y=True,
         dashed=frozenset({"bound", "unquantized"}),
     )
-
-
-AUTOQUANT = "autoquant"

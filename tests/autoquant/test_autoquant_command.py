@@ -101,7 +101,7 @@ def test_a_bound_that_no_choice_keeps_is_exit_3_and_writes_nothing(outliers: Pat
     assert (result.exit_code, result.stdout) == (3, "")
     assert "no choice of int4-wo, int8-wo keeps the mean KL within --max-kl 1e-09: the best reaches " in result.stderr
     assert "\n  where: worst units: model.layers." in result.stderr and " alone)" in result.stderr
-    assert "--candidates with more bits: int8-wo and none" in result.stderr
+    assert "--candidates with more bits: none" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,6 +141,11 @@ def test_what_must_be_given(outliers: Path, tmp_path: Path, invoke) -> None:
     ):
         result = invoke("autoquant", outliers, *words)
         assert result.exit_code == 2 and message in result.stderr
+
+
+def test_the_config_is_not_written_over_its_plot(outliers: Path, tmp_path: Path, invoke) -> None:
+    result = invoke("autoquant", outliers, "-o", tmp_path / "q.svg", "--max-kl", 1)
+    assert result.exit_code == 2 and "q.svg is where the plot goes" in result.stderr
 
 
 def test_one_text_for_both_is_refused(outliers: Path, tmp_path: Path, invoke) -> None:
