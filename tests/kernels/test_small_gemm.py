@@ -88,7 +88,7 @@ def test_which_kernels_few_rows_have() -> None:
     def rows(shape: GemmShape, sm: int) -> list[int | None]:
         return [kernel.most_rows for kernel in small_gemm(shape, sm, name="gemm")]
 
-    assert rows(GemmShape(96, 320), 90) == [1, 16, 32, 64]
+    assert rows(GemmShape(96, 320), 90) == [1, 16, 32]
     assert rows(GemmShape(96, 384, w_dtype=FLOAT8, x_dtype=FLOAT8), 90) == [1, 16, 32]
     assert rows(GemmShape(96, 320), 80) == rows(GemmShape(96, 320, "float32"), 90) == [1]
 
