@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import llmbuild
-from llmbuild.cli import accuracy, autoquant, bench, calibrate, chat, convert, inspect, run, verify
+from llmbuild.cli import accuracy, autoquant, bench, calibrate, chat, convert, inspect, run, selftest, verify
 from llmbuild.cli.errors import DEBUG_VARIABLE
 
 # Plain help and errors: rich would take longer to import than everything else together.
@@ -30,6 +30,7 @@ app.command("chat")(chat.chat)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("accuracy")(accuracy.accuracy)
+app.command("selftest")(selftest.selftest)
 app.add_typer(bench.app, name="bench")
 
 

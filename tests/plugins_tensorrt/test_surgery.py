@@ -6,22 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.tensorrt.graph import lower
 from llmbuild.builder.targets.tensorrt.reference import with_reference
-from llmbuild.builder.targets.tensorrt.surgery import Operated, add_plugins
+from llmbuild.builder.targets.tensorrt.surgery import Operated, add_plugins, table_stride
 from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.plugins.tensorrt import fields
 from llmbuild.plugins.tensorrt.form import PluginForm
-from llmbuild.runtime.executor import StepInput
+from llmbuild.selftest.twins import PagedTwin, filled
 from support.families import FAMILIES, MOE_FAMILIES
 from support.packed_driver import drive, mixed_requests
-from support.tensorrt_graphs import filled, optimized
+from support.tensorrt_graphs import optimized
 
 pytest.importorskip("onnx_graphsurgeon")
 BLOCKS = 64
@@ -35,38 +34,14 @@ def named(form: PluginForm) -> str:
     return f"{form.shape.heads}"
 
 
-class Twin:
-    """The graph with plugin nodes in onnxruntime. Pools are numpy arrays, zeros at first."""
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(model.SerializeToString(), options)
-        self.pools = {
-            item.name: np.zeros([BLOCKS * LIMITS.block_size, *item.shape[1:]], np.float32)
-            for item in self.session.get_inputs()
-            if item.name.startswith(("keys.", "values."))
-        }
-
-    def run(self, step: StepInput) -> np.ndarray:
-        tables = np.zeros((len(step.seq_lens), 5), np.int32)
-        tables[:, : step.block_tables.shape[1]] = step.block_tables
-        given = step._asdict() | {"block_tables": tables} | self.pools
-        wanted = [item.name for item in self.session.get_outputs()]
-        feeds = {item.name: given[item.name] for item in self.session.get_inputs()}
-        found = dict(zip(wanted, self.session.run(wanted, feeds), strict=True))
-        self.pools = {name: found[f"{name}.out"] for name in self.pools}
-        return found["logits"]  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
 def test_plugin_nodes_give_the_oracles_logits(family: str, tmp_path: Path) -> None:
     """Prefill in chunks, mixed steps and decode over a cache that earlier steps wrote."""
     program = optimized(tmp_path, family)
     emitter = lower(program, LIMITS, target="tensorrt", paged=True)
     model, forms = add_plugins(emitter.model("plugins"), LIMITS, named)
-    twin = Twin(filled(with_reference(model, forms), emitter))
+    whole = filled(with_reference(model, forms), emitter)
+    twin = PagedTwin(whole, blocks=BLOCKS, block_size=LIMITS.block_size, stride=table_stride(LIMITS))
     requests = mixed_requests(program.info.vocab_size)
     oracle, state = Oracle(program), PagedState(BLOCKS, LIMITS.block_size)
     expected = drive(lambda step: oracle.run(step, state).numpy(), requests, num_blocks=BLOCKS)

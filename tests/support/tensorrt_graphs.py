@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 
 from llmbuild.builder.frontend.load import load_program
@@ -18,8 +17,7 @@ from llmbuild.builder.targets.onnx_graph.emitter import Emitter
 from llmbuild.builder.targets.tensorrt.graph import lower
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.recipes import find_recipe
-from llmbuild.runtime.executor import StepInput
-from llmbuild.runtime.executors.tensorrt.slots import SlotRuns
+from llmbuild.selftest.twins import SlotTwin, filled
 from support.cpu_engines import Conversation
 from support.tiny_models import save_tiny, tiny_model
 
@@ -37,47 +35,12 @@ def optimized(
     return program
 
 
-class Twin:
-    """The graph of tensorrt-rtx in onnxruntime. Slots are numpy arrays [slots, Hkv, Smax, D], zeros at first."""
+class Twin(SlotTwin):
+    """The graph of tensorrt-rtx in onnxruntime, after ONNX's own checks."""
 
     def __init__(self, emitter: Emitter, slots: int = SLOTS) -> None:
-        model = emitter.model("twin")
-        onnx.checker.check_model(filled(model, emitter), full_check=True)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(filled(model, emitter).SerializeToString(), options)
-        self.runs = SlotRuns(slots, emitter.limits.block_size, prefill_batch=2)
-        self.slots = {
-            item.name: np.zeros([slots, *item.shape[1:]], np.float32)
-            for item in self.session.get_inputs()
-            if item.name.startswith(("keys.", "values."))
-        }
-
-    def run(self, step: StepInput) -> np.ndarray:
-        """Logits [L, V] of a step; its keys and values are written."""
-        logits = np.zeros((len(step.logits_indices), self.session.get_outputs()[-1].shape[-1]), np.float32)
-        names = [output.name for output in self.session.get_outputs()]
-        for run in self.runs.split(step):
-            part = slice(run.first, run.first + run.batch)
-            cache = {name: pool[part] for name, pool in self.slots.items()}
-            outputs = dict(zip(names, self.session.run(None, {**run.inputs, **cache}), strict=True))
-            logits[run.rows] = outputs["logits"][: len(run.rows)]
-            for name, pool in self.slots.items():
-                pool[part] = outputs[f"{name}.out"]
-        return logits
-
-
-def filled(model: onnx.ModelProto, emitter: Emitter) -> onnx.ModelProto:
-    """Return the model with its external weights inside."""
-    whole = onnx.ModelProto()
-    whole.CopyFrom(model)
-    for tensor in whole.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
-            tensor.raw_data = b"".join(piece.tobytes() for piece in emitter.weights.entries[tensor.name].pieces())
-    return whole
+        onnx.checker.check_model(filled(emitter.model("twin"), emitter), full_check=True)
+        super().__init__(emitter, slots)
 
 
 def scenario(vocab_size: int = 256) -> list[dict[str, list[int]]]:
