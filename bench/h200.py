@@ -153,13 +153,16 @@ def first_token(server: Server, isl: int, rounds: int = 5) -> dict[str, Any]:
 
 
 def throughput(server: Server, count: int, isl: int, osl: int) -> dict[str, Any]:
+    """prefill_s: seconds until every request had its first token."""
     run = server.run(random_prompts(count, isl, server.limits.vocab_size, 7), osl)
+    whole = run.counts.index(count) if count in run.counts else len(run.ends) - 1
     return {
         "kind": "throughput",
         "B": count,
         "isl": isl,
         "osl": osl,
         "seconds": round(run.seconds, 3),
+        "prefill_s": round(run.ends[whole] - run.begin, 3),
         "steps": len(run.ends),
         "out_tok_s": round(count * osl / run.seconds, 1),
     }
@@ -216,7 +219,7 @@ def main() -> None:
     for kind, columns in (
         ("decode", ["peer", "tag", "B", "isl", "osl", "ms_per_step", "ms_median", "ms_diff", "host_us", "out_tok_s"]),
         ("ttft", ["peer", "tag", "isl", "ms_median", "ms_min"]),
-        ("throughput", ["peer", "tag", "B", "isl", "osl", "seconds", "steps", "out_tok_s"]),
+        ("throughput", ["peer", "tag", "B", "isl", "osl", "seconds", "prefill_s", "steps", "out_tok_s"]),
     ):
         table(kind, [row for row in rows if row.get("kind") == kind], columns)
     if arguments.save:
