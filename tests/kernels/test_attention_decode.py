@@ -140,25 +140,6 @@ def test_splits_have_at_least_the_keys_that_take_as_long_as_the_merge() -> None:
     assert partial[4:].isnan().all() and not partial[:4].isnan().any()
 
 
-def test_more_splits_than_are_loaded_at_once() -> None:
-    shape = replace(PLAIN, sinks=True)
-    plan = decode_plan(shape, SM, tiling=TILING, processors=11)
-    case = make_case(shape, [(1, 170)])
-    partial = decode(plan, case)
-    check(case)
-    assert not partial.isnan().any() and plan.sizes(1)[0] == 11 > plan.attend.constants["AT_ONCE"]
-
-
-def test_more_rows_than_are_merged_at_once() -> None:
-    shape = replace(PLAIN, heads=17, head_dim=256, value_dim=256)
-    plan = decode_plan(shape, SM, tiling=TILING, processors=3)
-    assert plan.attend.constants["MERGE_ROWS"] == 16
-    case = make_case(shape, [(1, 96)])
-    partial = decode(plan, case)
-    check(case)
-    assert not partial.isnan().any()
-
-
 def test_counters_are_used_again() -> None:
     """Steps of other lengths, as many launches as there are: with counters that were not zero, some would not merge."""
     plan = decode_plan(PLAIN, SM, tiling=TILING, processors=8)
