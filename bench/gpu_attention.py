@@ -121,9 +121,9 @@ def specs_of(kind: str, cache: str, batch: int, tiling: Tiling | None) -> tuple[
             return [chunk_spec(SHAPES[cache], capability(), processors=processors, pdl=pdl)], {}
         return [prefill_spec(SHAPES[cache], capability(), tiling=tiling, pdl=pdl)], {}
     plan = decode_plan(SHAPES[cache], capability(), tiling=tiling, processors=processors, pdl=pdl)
-    _, partial, sums, counters = plan.sizes(batch)
+    splits, partial, sums = plan.sizes(batch)
     between = {name: torch.empty(size // 4, device=DEVICE) for name, size in (("partial", partial), ("sums", sums))}
-    return [plan.attend], between | {"counters": torch.zeros(counters // 4, dtype=torch.int32, device=DEVICE)}
+    return [plan.attend, plan.merge] if splits > 1 else [plan.attend], between | {"splits": splits}
 
 
 def our_call(kind: str, cache: str, batch: Batch, tiling: Tiling | None) -> tuple[Callable[[int], None], Tensor]:

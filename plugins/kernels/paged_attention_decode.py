@@ -1,12 +1,12 @@
 """Paged attention of a few new tokens per sequence: the keys of a sequence are shared among several programs.
 
 A program takes one KV head of one sequence, all its query heads and new tokens as the rows of one tile (so that the
-cache is read once), and one of `splits` equal ranges of the keys. Where one split has them all it finishes the rows
-itself. Else the last program of a tile puts its results together: `attention_merge`.
+cache is read once), and one of `splits` equal ranges of the keys. With one split it finishes the rows itself. With
+more, it leaves each row normalised, beside the log2 of its sum, and `merge_splits` weighs them together.
 
     sequence of 200 keys, window none, BLOCK_N 64, 3 splits, 2 new tokens:
-    positions  0 ........ 127 | 128 ........ 199 |                queries at 198 and 199
-               split 0          split 1            split 2 has none and ends at once
+    positions  0 ........ 127 | 128 ........ 199 | (empty)        queries at 198 and 199
+               split 0          split 1            split 2
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from llmbuild.engine.expressions import evaluate
-from llmbuild.plugins.kernels.attention_merge import is_last, leave_split, merge_splits
 from llmbuild.plugins.kernels.attention_shape import (
     PROCESSORS,
     SHARED_BYTES,
@@ -25,12 +24,11 @@ from llmbuild.plugins.kernels.attention_shape import (
     power_of_2,
     steps_in_flight,
 )
-from llmbuild.plugins.kernels.attention_tile import attend_range, load_rows, store_result
+from llmbuild.plugins.kernels.attention_tile import LOG2E, attend_range, load_rows, store_result
 from llmbuild.plugins.kernels.spec import KernelSpec, arguments_of
 
 MOST_SPLITS = 64
 MOST_ROWS = 64  # of a tile
-MERGE_COST = 1.0  # of a byte of a split's result, in bytes of the cache
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -48,7 +46,6 @@ def paged_attention_decode(
     out,
     partial,
     sums,
-    counters,
     table_stride,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -66,25 +63,21 @@ def paged_attention_decode(
     TILE_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE_KEYS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: (KV_HEADS * tiles of a group, splits, sequences).
 
     q [T, HEADS, HEAD_DIM], out [T, HEADS, VALUE_DIM]; pools keys [slots, KV_HEADS, HEAD_DIM] and values;
     block_tables int32 [sequences, table_stride], seq_lens [sequences], cu_q_lens [sequences + 1] int32;
-    partial float32 [sequences, KV_HEADS * tiles, splits, MOST_QUERIES * TILE_HEADS, VALUE_DIM], sums float32 the same
-    without the last axis: written where splits share the keys; counters int32 [sequences, KV_HEADS * tiles], zero
-    before and after each launch. A sequence has at most MOST_QUERIES new tokens; one without any writes nothing.
-    MERGE_KEYS: keys that a split reads while the results of another are put in; MERGE_ROWS, AT_ONCE: `merge_splits`.
+    partial float32 [sequences, MOST_QUERIES, HEADS, splits, VALUE_DIM], sums float32 the same without the last axis:
+    written for splits > 1. A sequence has at most MOST_QUERIES new tokens; one without any writes nothing.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     kv_head = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     split = tl.program_id(1)
+    splits = tl.num_programs(1)
     sequence = tl.program_id(2)
     first_token = tl.load(cu_q_lens + sequence)
     queries = tl.load(cu_q_lens + sequence + 1) - first_token
@@ -96,23 +89,9 @@ def paged_attention_decode(
     member = tile * TILE_HEADS + rows % TILE_HEADS
     head = kv_head * GROUP + member
     live = (token < queries) & (token < MOST_QUERIES) & (member < GROUP)
-
-    lowest = 0
-    if WINDOW is not None:
-        lowest = tl.maximum(length - queries - WINDOW + 1, 0)  # what the first of the new tokens sees
-    aligned = lowest // BLOCK_N * BLOCK_N
-    seen = length - aligned
-    # Time to read a share and then all results is least where both take as long: share = seen / share * MERGE_KEYS.
-    least = tl.sqrt(seen.to(tl.float32) * MERGE_KEYS).to(tl.int32)
-    share = tl.cdiv(tl.maximum(tl.maximum(tl.cdiv(seen, tl.num_programs(1)), least), 1), BLOCK_N) * BLOCK_N
-    splits = tl.maximum(tl.cdiv(seen, share), 1)  # those that have keys
-    begin = aligned + split * share
-    end = tl.minimum(begin + share, length)
     if PDL:  # what is loaded above is older than the kernel before this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if split >= splits:
-        return
     q_rows = ((first_token + token) * HEADS + head).to(tl.int64)
     q_tile = load_rows(q, q_rows, live, HEAD_DIM, 0, HEAD_DIM, HEAD_BLOCK, True)
     q_rest = q_tile
@@ -121,6 +100,14 @@ def paged_attention_decode(
     row_slopes = None
     if slopes is not None:
         row_slopes = tl.load(slopes + head, mask=live, other=0.0)
+
+    lowest = 0
+    if WINDOW is not None:
+        lowest = tl.maximum(length - queries - WINDOW + 1, 0)  # what the first of the new tokens sees
+    aligned = lowest // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length - aligned, splits), BLOCK_N) * BLOCK_N
+    begin = aligned + split * share
+    end = tl.minimum(begin + share, length)
 
     acc, total, peak = attend_range(
         tl.zeros([ROWS, VALUE_BLOCK], tl.float32),
@@ -158,31 +145,58 @@ def paged_attention_decode(
     if splits == 1:
         store_result(out, q_rows, head, live, acc, total, peak, sinks, VALUE_DIM, VALUE_BLOCK)
     else:
-        LIVE: tl.constexpr = MOST_QUERIES * TILE_HEADS
-        column = sequence * tl.num_programs(0) + tl.program_id(0)
-        first_place = column.to(tl.int64) * tl.num_programs(1) * LIVE
-        leave_split(partial, sums, first_place + split * LIVE + rows, live, acc, total, peak, VALUE_DIM, VALUE_BLOCK)
-        if is_last(counters + column, splits):
-            merge_splits(
-                out,
-                partial,
-                sums,
-                sinks,
-                first_place,
-                splits,
-                first_token,
-                queries,
-                kv_head,
-                tile,
-                HEADS,
-                GROUP,
-                VALUE_DIM,
-                VALUE_BLOCK,
-                MOST_QUERIES,
-                TILE_HEADS,
-                MERGE_ROWS,
-                AT_ONCE,
-            )
+        # A row without a key in this range has the sum 0, log2 of it -inf, and no partial result that is read.
+        places = ((sequence * MOST_QUERIES + token) * HEADS + head).to(tl.int64) * splits + split
+        some = live & (total > 0)
+        channels = tl.arange(0, VALUE_BLOCK)
+        tl.store(sums + places, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=live)
+        mask = some[:, None] & (channels[None, :] < VALUE_DIM)
+        tl.store(partial + places[:, None] * VALUE_DIM + channels[None, :], acc / total[:, None], mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_splits(
+    partial,
+    sums,
+    sinks,
+    cu_q_lens,
+    out,
+    splits,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MOST_QUERIES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (sequences, MOST_QUERIES * HEADS, cdiv(VALUE_DIM, BLOCK_D)). `splits` <= BLOCK_S as in the attention."""
+    sequence = tl.program_id(0)
+    token = tl.program_id(1) // HEADS
+    head = tl.program_id(1) % HEADS
+    first_token = tl.load(cu_q_lens + sequence)
+    last_token = tl.load(cu_q_lens + sequence + 1) - 1
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if first_token + token > last_token:
+        return
+    split = tl.arange(0, BLOCK_S)
+    places = ((sequence * MOST_QUERIES + token) * HEADS + head).to(tl.int64) * splits + split
+    sum_log2 = tl.load(sums + places, mask=split < splits, other=float("-inf"))
+    peak = tl.max(sum_log2, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head) * LOG2E
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp2(sum_log2 - peak)
+    total = tl.sum(weights, 0)
+    if sinks is not None:
+        total += tl.exp2(sink - peak)  # here, once, and not in the splits
+    channels = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (sum_log2 > float("-inf"))[:, None] & (channels[None, :] < VALUE_DIM)
+    rows = tl.load(partial + places[:, None] * VALUE_DIM + channels[None, :], mask=mask, other=0.0)
+    result = tl.sum(rows * weights[:, None], 0) / total
+    row = ((first_token + token) * HEADS + head).to(tl.int64)
+    tl.store(out + row * VALUE_DIM + channels, result.to(out.dtype.element_ty), mask=channels < VALUE_DIM)
 
 
 @dataclass(frozen=True)
@@ -200,23 +214,25 @@ class DecodeTiling:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The kernel of a layer, and the expressions in B (sequences) that its launch needs.
+    """Both kernels of a layer, in order, and the expressions in B (sequences) that their launch needs.
 
-    splits: programs that may share the keys of a sequence. partial_bytes, sums_bytes: size of the two float32 buffers
-    between them. counter_bytes: of int32 numbers that must be zero, and are left zero.
+    splits: programs that share the keys of a sequence, and the argument `splits` of `merge`. `merge` has an empty grid
+    where it is 1: there is nothing to launch then.
+    partial_bytes, sums_bytes: size of the two float32 buffers between the kernels.
     """
 
     attend: KernelSpec
+    merge: KernelSpec
     splits: str
     partial_bytes: str
     sums_bytes: str
-    counter_bytes: str
 
-    def sizes(self, sequences: int) -> tuple[int, int, int, int]:
-        """Return (splits, partial_bytes, sums_bytes, counter_bytes) for a batch."""
-        texts = (self.splits, self.partial_bytes, self.sums_bytes, self.counter_bytes)
-        splits, partial, sums, counters = (evaluate(text, {"B": sequences}) for text in texts)
-        return splits, partial, sums, counters
+    def sizes(self, sequences: int) -> tuple[int, int, int]:
+        """Return (splits, partial_bytes, sums_bytes) for a batch."""
+        splits, partial, sums = (
+            evaluate(text, {"B": sequences}) for text in (self.splits, self.partial_bytes, self.sums_bytes)
+        )
+        return splits, partial, sums
 
 
 def most_rows(shape: AttentionShape, sm: int) -> int:
@@ -248,15 +264,6 @@ def decode_tiling(shape: AttentionShape, sm: int, rows: int = 16) -> DecodeTilin
     return DecodeTiling(block_n, warps, stages, programs_per_processor=3)
 
 
-def merge_tiling(live: int, value_block: int, num_warps: int) -> tuple[int, int]:
-    """Return MERGE_ROWS and AT_ONCE: 128 registers of each thread for results in flight, and up to 32 for their sum."""
-    rows = 1 << (live - 1).bit_length()
-    while rows > 1 and rows * value_block > 32 * 32 * num_warps:
-        rows //= 2
-    each = max(16, rows * value_block // (32 * num_warps))
-    return rows, max(1, 128 // each)
-
-
 def decode_plan(
     shape: AttentionShape,
     sm: int,
@@ -269,9 +276,9 @@ def decode_plan(
 ) -> DecodePlan:
     """Plan a layer's attention for steps of at most `most_queries` (1 .. 8) new tokens per sequence.
 
-    sm: compute capability as 90. name: of the kernel. processors: multiprocessors of the card; those of the usual card
-    of that capability if None. pdl: programmatic dependent launch: each kernel may start before the one before it ends,
-    and waits where it needs its results (SM 90 and up).
+    sm: compute capability as 90. name: of the attention kernel; the other one is called `name`_merge. processors:
+    multiprocessors of the card; those of the usual card of that capability if None. pdl: programmatic dependent launch:
+    each kernel may start before the one before it ends, and waits where it needs its results (SM 90 and up).
     """
     if not 1 <= most_queries <= 8:
         raise ValueError(f"most_queries is {most_queries}; 1 to 8 new tokens are decoded at once")
@@ -282,19 +289,15 @@ def decode_plan(
     columns = shape.kv_heads * tiles
     wanted = (processors or PROCESSORS[sm]) * tiling.programs_per_processor
     splits = f"min({MOST_SPLITS}, cdiv({wanted}, B * {columns}))"
-    types = shape.types() | {"partial": "*fp32", "sums": "*fp32", "counters": "*i32"}
-    live = tile_heads * most_queries
-    merge_rows, at_once = merge_tiling(live, shape.value_block, tiling.num_warps)
+    types = shape.types() | {"partial": "*fp32", "sums": "*fp32"}
     constants = shape.constants() | {
         "MOST_QUERIES": most_queries,
         "TILE_HEADS": tile_heads,
         "ROWS": rows,
         "BLOCK_N": tiling.block_n,
-        "MERGE_KEYS": MERGE_COST * live * shape.value_dim * 4 / (shape.kv_bytes * (shape.head_dim + shape.value_dim)),
-        "MERGE_ROWS": merge_rows,
-        "AT_ONCE": at_once,
         "PDL": pdl,
     }
+    options = {"launch_pdl": True} if pdl else {}
     attend = KernelSpec(
         name,
         paged_attention_decode,
@@ -302,7 +305,27 @@ def decode_plan(
         grid=(str(columns), splits, "B"),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        options={"launch_pdl": True} if pdl else {},
+        options=options,
     )
-    places = f"B * {columns * live * 4} * {splits}"
-    return DecodePlan(attend, splits, f"{places} * {shape.value_dim}", places, f"B * {columns * 4}")
+    merge_types = {key: types[key] for key in ("partial", "sums", "sinks", "cu_q_lens", "out") if key in types}
+    block_d = min(128, power_of_2(shape.value_dim))
+    merge_constants = {
+        "HEADS": shape.heads,
+        "VALUE_DIM": shape.value_dim,
+        "MOST_QUERIES": most_queries,
+        "BLOCK_S": MOST_SPLITS,
+        "BLOCK_D": block_d,
+        "PDL": pdl,
+    }
+
+    results = shape.heads * most_queries
+    merge = KernelSpec(
+        f"{name}_merge",
+        merge_splits,
+        **arguments_of(merge_splits, merge_types | {"splits": "i32"}, merge_constants),
+        grid=(f"B * min(1, {splits} - 1)", str(results), str(-(-shape.value_dim // block_d))),
+        num_warps=4,
+        options=options,
+    )
+    places = f"B * {results * 4} * {splits}"
+    return DecodePlan(attend, merge, splits, f"{places} * {shape.value_dim}", places)

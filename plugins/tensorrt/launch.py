@@ -20,18 +20,13 @@ USER = "the TensorRT plugin PagedAttention"
 
 
 class Loader(Protocol):
-    """What `llmbuild.cuda.kernels.Kernels` does, for one context. sm: compute capability of its GPU.
-
-    zero: set memory to zero, in the order of the stream.
-    """
+    """What `llmbuild.cuda.kernels.Kernels` does, for one context. sm: compute capability of its GPU."""
 
     sm: int
 
     def load(self, cubin: Cubin) -> Any: ...
 
     def launcher(self, kernel: Any, launch: Launch, parameters: Any) -> Callable[[Grid, Any], None]: ...
-
-    def zero(self, address: int, num_bytes: int, stream: Any) -> None: ...
 
 
 class ContextKernels(Kernels):
@@ -47,9 +42,6 @@ class ContextKernels(Kernels):
         super().__init__(driver, attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN), name)
         self.sm = 10 * attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         self.sm += attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-
-    def zero(self, address: int, num_bytes: int, stream: Any) -> None:
-        self._call("cuMemsetD8Async", address, 0, num_bytes, stream)
 
 
 _CONTEXTS: dict[int, ContextKernels] = {}
@@ -118,8 +110,6 @@ class LoadedProgram:
                 hint=f"convert the model again with --sm {loader.sm}",
             )
         self._program = opened.program
-        self._loader = loader
-        self._zeroed = {scratch.name: scratch.size for scratch in opened.program.scratch if scratch.zero}
         self._steps = []
         for op in opened.program.ops:
             cubin = opened.pack.kernel(op.kernel, opened.sm)
@@ -149,10 +139,7 @@ class LoadedProgram:
                 if isinstance(argument, Number):
                     values.append(evaluate(argument.value, sizes))
                 elif argument.kind == "buffer":
-                    address = workspace + offsets[argument.name]
-                    if num_bytes := evaluate(self._zeroed.get(argument.name, "0"), sizes):
-                        self._loader.zero(address, num_bytes, stream)
-                    values.append(address + argument.offset)
+                    values.append(workspace + offsets[argument.name] + argument.offset)
                 else:
                     values.append(addresses[argument.name] + argument.offset)
             step.parameters.write(values)

@@ -1,7 +1,8 @@
 """What a PagedAttention node launches, in order: the ops of a launch plan, over its inputs, outputs and workspace.
 
     store    k and v of the step into the pools           always
-    attend   one new token a sequence                     decode: T = B
+    attend   one new token a sequence: ranges of keys     decode     } T = B
+    merge    what the ranges found                        decode     }
     chunks   any number of new tokens a sequence          mixed
 
 Where qkv is one tensor, `rotate` comes first: it takes queries and keys apart and turns them. Written by the builder,
@@ -22,17 +23,16 @@ from llmbuild.engine.launch_plan import KernelOp, Limits, Place, SizeText, most_
 from llmbuild.engine.manifest import Section
 from llmbuild.errors import EngineError
 
-VERSION = 2
+VERSION = 1
 ALIGNMENT = 256  # bytes, of each array in the workspace
 AGAIN = "convert the model again with this version of llmbuild"
 
 
 class Scratch(Section):
-    """An array in the workspace. size: bytes, an expression in T and B. zero: it is when an op that takes it begins."""
+    """An array in the workspace. size: bytes, an expression in T and B."""
 
     name: str
     size: SizeText
-    zero: bool = False
 
     @field_validator("size")
     @classmethod

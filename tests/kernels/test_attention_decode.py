@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
-from llmbuild.plugins.kernels.paged_attention_decode import MOST_SPLITS, DecodeTiling, decode_plan, merge_tiling
+from llmbuild.plugins.kernels.paged_attention_decode import MOST_SPLITS, DecodeTiling, decode_plan
 from support.attention_cases import FEATURES as COMMON
 from support.attention_cases import NAN, PLAIN, SM, check, decode, launch, make_case
 
@@ -111,62 +111,21 @@ def test_large_scores_do_not_overflow(splits: int, sinks: tuple[float, float]) -
     check(case, tolerance=2e-3)
 
 
-def test_nothing_is_left_to_merge_where_one_split_has_all_keys() -> None:
+def test_merge_is_left_out_with_one_split() -> None:
     plan = decode_plan(PLAIN, SM, tiling=TILING, processors=4)
     case = make_case(PLAIN, [(1, 20)] * 4)
     assert plan.sizes(4)[0] == 1
-    counters = torch.full((4,), 7, dtype=torch.int32)
-    launch(plan.attend, case, partial=torch.full((1,), NAN), sums=torch.full((1,), NAN), counters=counters)
+    launch(plan.attend, case, partial=torch.full((1,), NAN), sums=torch.full((1,), NAN))
     check(case)
-    assert counters.tolist() == [7] * 4
-
-
-def test_short_sequences_among_long_ones_are_not_split() -> None:
-    plan = decode_plan(PLAIN, SM, tiling=TILING, processors=16)
-    case = make_case(PLAIN, [(1, 100), (1, 16), (0, 0), (1, 15)])
-    partial = decode(plan, case).view(4, 4, 2, 32)  # sequences, splits, rows, channels
-    check(case)
-    assert partial[1:].isnan().all() and not partial[0].isnan().any()
-
-
-def test_splits_have_at_least_the_keys_that_take_as_long_as_the_merge() -> None:
-    """Results of 16 heads are 8 times as large as a key and a value: of 128 keys, 32 a split."""
-    shape = replace(PLAIN, heads=16)
-    plan = decode_plan(shape, SM, tiling=TILING, processors=8)
-    assert plan.attend.constants["MERGE_KEYS"] == 8.0
-    case = make_case(shape, [(1, 128)])
-    partial = decode(plan, case).view(8, 16, 32)
-    check(case)
-    assert partial[4:].isnan().all() and not partial[:4].isnan().any()
-
-
-def test_counters_are_used_again() -> None:
-    """Steps of other lengths, as many launches as there are: with counters that were not zero, some would not merge."""
-    plan = decode_plan(PLAIN, SM, tiling=TILING, processors=8)
-    _, partial_bytes, sums_bytes, counter_bytes = plan.sizes(2)
-    counters = torch.zeros(counter_bytes // 4, dtype=torch.int32)
-    for lengths in ([(1, 64), (1, 20)], [(1, 65), (1, 33)], [(1, 9), (0, 0)]):
-        case = make_case(PLAIN, lengths)
-        between = {"partial": torch.full((partial_bytes // 4,), NAN), "sums": torch.full((sums_bytes // 4,), NAN)}
-        launch(plan.attend, case, **between, counters=counters)
-        check(case)
-        assert not counters.any()
-
-
-@pytest.mark.parametrize(
-    ("live", "value_block", "num_warps", "expected"),
-    [(4, 128, 1, (4, 8)), (16, 128, 1, (8, 4)), (64, 512, 8, (16, 4)), (1, 16, 4, (1, 8)), (1, 2048, 1, (1, 2))],
-)
-def test_merge_tiling_fits_registers(live: int, value_block: int, num_warps: int, expected: tuple[int, int]) -> None:
-    assert merge_tiling(live, value_block, num_warps) == expected
+    launch(plan.merge, case)  # would fail: there is no argument `splits`
 
 
 def test_sizes_follow_the_batch() -> None:
     shape = AttentionShape(32, 8, 128, 128, scale=0.1)
     plan = decode_plan(shape, 90, tiling=replace(TILING, programs_per_processor=2))
-    assert plan.sizes(1) == (33, 33 * 32 * 128 * 4, 33 * 32 * 4, 8 * 4)
+    assert plan.sizes(1) == (33, 33 * 32 * 128 * 4, 33 * 32 * 4)
     assert plan.sizes(16)[0] == 3
-    assert plan.sizes(256) == (1, 256 * 32 * 128 * 4, 256 * 32 * 4, 256 * 8 * 4)
+    assert plan.sizes(256) == (1, 256 * 32 * 128 * 4, 256 * 32 * 4)
     assert decode_plan(replace(shape, kv_heads=1), 90).sizes(1)[0] == MOST_SPLITS
 
 

@@ -30,7 +30,7 @@ SHAPES = {
 
 def specs_of(name: str, sm: int) -> list[KernelSpec]:
     plan = decode_plan(SHAPES[name], sm, pdl=sm >= 90)
-    return [plan.attend, prefill_spec(SHAPES[name], sm, pdl=sm >= 90)]
+    return [plan.attend, plan.merge, prefill_spec(SHAPES[name], sm, pdl=sm >= 90)]
 
 
 def compile_and_check(name: str, sm: int) -> None:

@@ -54,15 +54,6 @@ class InterpretedKernels:
 
         return run
 
-    def zero(self, address: int, num_bytes: int, stream: Any) -> None:
-        def run() -> None:
-            self._tensor(address, torch.uint8)[:num_bytes] = 0
-
-        if self._capturing is None:
-            run()
-        else:
-            self._capturing.append(run)
-
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` launches; return what launches it all."""
         self._capturing = []

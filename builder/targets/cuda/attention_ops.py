@@ -1,4 +1,4 @@
-"""Paged attention in a plan: split-KV decode for steps of one token a sequence, the chunk kernel else."""
+"""Paged attention in a plan: split-KV decode and merge for steps of one token a sequence, the chunk kernel else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmbuild.builder.ir import Cast
 from llmbuild.builder.passes.edit import arguments, rank, size
 from llmbuild.builder.targets.cuda.lowered import Lowered, dtype_name
 from llmbuild.builder.targets.cuda.partition import Barrier
-from llmbuild.engine.launch_plan import Argument, KernelOp, Number, Place, When, most_bytes
+from llmbuild.engine.launch_plan import Argument, KernelOp, Number, Place, When
 from llmbuild.plugins.kernels.attention_hopper import chunk_spec
 from llmbuild.plugins.kernels.attention_shape import AttentionShape
 from llmbuild.plugins.kernels.paged_attention_decode import decode_plan
@@ -47,9 +47,9 @@ def attention_ops(lowered: Lowered, part: Barrier) -> None:
         "out": lowered.place(node.name),
         "partial": lowered.workspace(f"{node.name}_partial", "float32", decode.partial_bytes),
         "sums": lowered.workspace(f"{node.name}_sums", "float32", decode.sums_bytes),
-        "counters": lowered.counter("attention_counters", most_bytes(decode.counter_bytes, lowered.limits)),
         "table_stride": Number(value=str(lowered.limits.table_stride)),
         "sequences": Number(value="B"),
+        "splits": Number(value=decode.splits),
     }
     places |= {name: lowered.place(name) for name in ("block_tables", "seq_lens", "cu_q_lens")}
     if k_scale is not None:
@@ -64,7 +64,7 @@ def attention_ops(lowered: Lowered, part: Barrier) -> None:
         ordered = tuple(places[name] for name in spec.signature)
         return KernelOp(kernel=kernel, arguments=ordered, when=when, label=node.name)
 
-    lowered.ops += [launch(decode.attend, "decode"), launch(chunks, "mixed")]
+    lowered.ops += [launch(decode.attend, "decode"), launch(decode.merge, "decode"), launch(chunks, "mixed")]
 
 
 def cache_dtype(dtype: torch.dtype, sm: int) -> str:

@@ -41,8 +41,8 @@ def plugin_program(
     ops: list[KernelOp] = []
     specs: list[KernelSpec] = []
 
-    def workspace(name: str, size: str, *, zero: bool = False) -> Place:
-        scratch.append(Scratch(name=name, size=size, zero=zero))
+    def workspace(name: str, size: str) -> Place:
+        scratch.append(Scratch(name=name, size=size))
         return Place(kind="buffer", name=name)
 
     decode = decode_plan(shape, sm, processors=processors)
@@ -56,8 +56,7 @@ def plugin_program(
         "slots": places["slot_mapping"],
         "table_stride": Number(value=str(form.table_stride)),
         "sequences": Number(value="B"),
-        # of no bytes where no keys are split: then there is nothing to set to zero
-        "counters": workspace("counters", f"{decode.counter_bytes} * min(1, {decode.splits} - 1)", zero=True),
+        "splits": Number(value=decode.splits),
         "partial": workspace("partial", decode.partial_bytes),
         "sums": workspace("sums", decode.sums_bytes),
     }
@@ -99,5 +98,6 @@ def plugin_program(
     }
     launch((kv_store_scaled_spec if shape.kv_scales == "token" else kv_store_spec)("store", **store), "always")
     launch(decode.attend, "decode")
+    launch(decode.merge, "decode")
     launch(chunk_spec(shape, sm, processors=processors), "mixed")
     return PluginProgram(version=VERSION, scratch=tuple(scratch), ops=tuple(ops)), specs
