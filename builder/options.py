@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from llmbuild.builder.targets.base import Limits, Target
     from llmbuild.quantization.recipes import KvCache, Recipe
 
-# The command line names all targets of the plan; those not in the table of targets yet are refused as such.
-PLANNED_TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 DTYPES = ("float32", "bfloat16", "float16")
 
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -39,11 +37,11 @@ class BuildConfig:
     Args:
         model: Hugging Face directory, or a `.gguf` file.
         output: The engine directory to write.
-        target: "cpu", "cuda" or "tensorrt-rtx"; None takes cpu.
+        target: "cpu", "cuda", "tensorrt" or "tensorrt-rtx"; None takes cpu.
         dtype: Computation dtype, "float32"; None takes the target's own.
         sm: Kinds of GPU to compile for, "80,90"; None compiles for all that are known, or the target's usual ones. Not
-            with the cpu target.
-        builder_options: "NAME=VALUE" each, as trtexec names them. Only with the tensorrt-rtx target.
+            with the cpu target; tensorrt builds for the GPU that is there alone, which must be one of them.
+        builder_options: "NAME=VALUE" each, as trtexec names them. Only with the tensorrt and tensorrt-rtx targets.
         quant: Name of a precision recipe; None keeps a GGUF's blocks ("gguf") and what a quantized checkpoint stores
             ("stored"), and else does not quantize ("none").
         exclude: Patterns (`fnmatch`) over checkpoint names of weights that are not quantized.
@@ -187,7 +185,7 @@ def choose(config: BuildConfig) -> Choices:
     """Settle target and recipe, that of the KV cache included, and check names, before anything heavy is imported.
 
     Raises:
-        UnsupportedError: The target is of a later version, or it or a GPU has no products that the recipe asks for.
+        UnsupportedError: The target or a GPU has no products that the recipe asks for.
         ConfigError: A name is unknown, or "gguf" is asked for a model that is not GGUF, "stored" for one that is not
             quantized.
         ModelError: Two files say different things about how a checkpoint is quantized.
@@ -229,7 +227,9 @@ def choose(config: BuildConfig) -> Choices:
         )
     recipe, sm = _choose_float8(config, target, recipe, notes)
     gpus = gpus_of(target)
-    if gpus is not None and sm is None:
+    if gpus is not None and gpus.at_hand:
+        notes.append("sm: that of the GPU here")
+    elif gpus is not None and sm is None:
         which = "all that are known" if target == "cuda" else "usual ones"
         notes.append(f"sm {','.join(map(str, gpus.default))}: {which}; fewer are built faster")
     return Choices(target, quant, recipe, notes, sm)
@@ -338,6 +338,8 @@ def _choose_float8(config: BuildConfig, target: str, recipe: Recipe, notes: list
     if asked is None and not (stored and gpus.products):
         return recipe, config.sm
     able = ",".join(map(str, gpus.float8))
+    if config.sm is None and gpus.at_hand:
+        return multiplying_float8(recipe), None
     if config.sm is None:
         notes.append(f"sm {able}: those that multiply 8-bit floats; fewer are built faster")
         return multiplying_float8(recipe), able
@@ -366,15 +368,15 @@ def _check_sm(sm: str | None, target: str) -> None:
 
 
 def _check_builder_options(options: tuple[str, ...], target: str) -> None:
-    if target == "tensorrt-rtx":
+    if target in ("tensorrt", "tensorrt-rtx"):
         from llmbuild.builder.targets.tensorrt.builder_options import parse
 
-        parse(options)
+        parse(options, target)
     elif options:
         raise ConfigError(
             f"the {target} target has no builder of a vendor to give options to",
             where="--builder-option",
-            hint="leave it out, or use --target tensorrt-rtx",
+            hint="leave it out, or use --target tensorrt or tensorrt-rtx",
         )
 
 
@@ -383,15 +385,7 @@ def _check_target_name(target: str) -> None:
 
     if target in TARGETS:
         return
-    if target in PLANNED_TARGETS:
-        raise UnsupportedError(
-            f"target {target!r} is not in this version of llmbuild",
-            where=_option("target"),
-            hint=f"available: {', '.join(TARGETS)}",
-        )
-    raise ConfigError(
-        f"unknown target {target!r}", where=_option("target"), hint=nearest(target, list(PLANNED_TARGETS))
-    )
+    raise ConfigError(f"unknown target {target!r}", where=_option("target"), hint=nearest(target, list(TARGETS)))
 
 
 def resolve_dtype(config: BuildConfig, target: Target, notes: list[str]) -> str:

@@ -6,8 +6,8 @@
 
 The wheel of the bindings is on PyPI, the libraries of the full TensorRT are not. The bindings ask them for nine C
 functions, and for none of them when classes of plugins are defined, made and called: libraries whose functions return
-null let them load. --check makes stubs of the bindings (needs pybind11-stubgen) and runs mypy over the plugin with
-them. --python fetches wheels for another Python than this one, for another machine.
+null let them load. --check makes stubs of the bindings (needs pybind11-stubgen) and runs mypy with them over the
+plugin and all else that calls TensorRT. --python fetches wheels for another Python than this one, for another machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ FUNCTIONS = (
     "getPluginRegistry",
     "initLibNvInferPlugins",
 )
-CHECKED = ("plugins/tensorrt",)
+CHECKED = (
+    "plugins/tensorrt/*.py",
+    "builder/targets/tensorrt/build_process.py",
+    "runtime/executors/tensorrt/session.py",
+)
 
 
 def main() -> None:
@@ -42,7 +46,9 @@ def main() -> None:
     parser.add_argument("--package", choices=("tensorrt", "tensorrt-rtx"), default="tensorrt")
     parser.add_argument("--version", required=True, help="such as 11.4.0.106; of tensorrt-rtx 1.7.1.116")
     parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
-    parser.add_argument("--check", action="store_true", help="type-check the plugin against these bindings")
+    parser.add_argument(
+        "--check", action="store_true", help="type-check all that calls TensorRT against these bindings"
+    )
     given = parser.parse_args()
     fetch(given.folder, given.package, given.version, given.python)
     if given.check:
@@ -106,7 +112,7 @@ def repaired(line: str) -> str:
 
 
 def check(folder: Path, package: str) -> int:
-    """Make stubs of the bindings and type-check the plugin against them; return mypy's exit code."""
+    """Make stubs of the bindings and type-check what calls TensorRT against them; return mypy's exit code."""
     module = package.replace("-", "_")
     stubs = (folder / "stubs").resolve()
     code = f"import {module}, pybind11_stubgen as s; s.main(['{module}_bindings', '-o', {str(stubs)!r}])"
@@ -119,9 +125,9 @@ def check(folder: Path, package: str) -> int:
     with tempfile.TemporaryDirectory() as tree:
         package_root = Path(tree, "llmbuild")
         package_root.mkdir()
-        for item in (*(ROOT / "llmbuild").iterdir(), ROOT / "plugins"):
+        for item in (*(ROOT / "llmbuild").iterdir(), ROOT / "plugins", ROOT / "builder", ROOT / "runtime"):
             (package_root / item.name).symlink_to(item)
-        files = [str(path) for name in CHECKED for path in sorted((package_root / name).glob("*.py"))]
+        files = [str(path) for name in CHECKED for path in sorted(package_root.glob(name))]
         command = [
             sys.executable,
             "-m",

@@ -11,12 +11,14 @@ class Gpus(NamedTuple):
 
     can_float8: whether a GPU does. parse: reads the value of --sm and refuses what the target does not compile for.
     products: whether 8-bit floats that a checkpoint stores are multiplied as such.
+    at_hand: whether an engine is for the one GPU that is there when it is built; --sm then only says which it must be.
     """
 
     default: tuple[int, ...]
     can_float8: Callable[[int], bool]
     parse: Callable[[str], tuple[int, ...]]
     products: bool
+    at_hand: bool = False
 
     @property
     def float8(self) -> tuple[int, ...]:
@@ -29,8 +31,9 @@ def gpus_of(target: str) -> Gpus | None:
         from llmbuild.builder.targets.cuda.sms import FLOAT8_SMS, SMS, parse_sms
 
         return Gpus(SMS, FLOAT8_SMS.__contains__, parse_sms, products=True)
-    if target == "tensorrt-rtx":
-        from llmbuild.builder.targets.tensorrt.capabilities import FLOAT8_FROM, RTX
+    if target in ("tensorrt", "tensorrt-rtx"):
+        from llmbuild.builder.targets.tensorrt.capabilities import CAPABILITIES, FLOAT8_FROM
 
-        return Gpus(RTX.default_sms, lambda sm: sm >= FLOAT8_FROM, RTX.parse_sms, products=False)
+        found = CAPABILITIES[target]
+        return Gpus(found.default_sms, lambda sm: sm >= FLOAT8_FROM, found.parse_sms, False, found.at_hand)
     return None

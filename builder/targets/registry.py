@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TARGETS: dict[str, str] = {
     "cpu": "llmbuild.builder.targets.cpu.target:CpuTarget",
     "cuda": "llmbuild.builder.targets.cuda.target:CudaTarget",
+    "tensorrt": "llmbuild.builder.targets.tensorrt.target:TensorRTTarget",
     "tensorrt-rtx": "llmbuild.builder.targets.tensorrt.rtx:RtxTarget",
 }
 

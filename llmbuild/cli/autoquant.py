@@ -29,7 +29,9 @@ def autoquant(
         float | None,
         typer.Option(help="Most mean KL from the unquantized model, in nats. Exit code 3 if none keeps it."),
     ] = None,
-    target: Annotated[str, typer.Option(metavar="cpu|cuda|tensorrt-rtx", help="What the engine will be for.")] = "cpu",
+    target: Annotated[
+        str, typer.Option(metavar="cpu|cuda|tensorrt|tensorrt-rtx", help="What the engine will be for.")
+    ] = "cpu",
     dtype: Annotated[
         str | None,
         typer.Option(metavar="float32|bfloat16|float16", help="What it computes in. Left out: as convert has it."),

@@ -42,7 +42,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="cpu|cuda|tensorrt|tensorrt-rtx",
-            help="What runs the engine. This version has cpu, cuda and tensorrt-rtx.",
+            help="What runs the engine. tensorrt builds on the GPU that is to run it.",
         ),
     ] = None,
     dtype: Annotated[
@@ -56,7 +56,7 @@ def convert(
         typer.Option(
             metavar="80,90",
             help="GPUs to compile for. cuda: 80, 86, 89, 90, 100, 120, left out: all. tensorrt-rtx: 75, 80, 86, 89, "
-            "120, 121, left out: 86, 89 and 120.",
+            "120, 121, left out: 86, 89 and 120. tensorrt: the one here.",
         ),
     ] = None,
     builder_option: Annotated[

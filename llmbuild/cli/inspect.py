@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine directory.")],
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show what an engine of cuda or tensorrt-rtx runs in a step instead.")
+        bool, typer.Option("--plan", help="Show what an engine of cuda or TensorRT runs in a step instead.")
     ] = False,
     sm: Annotated[
         int | None, typer.Option(help="Which GPU's plan, such as 90. Left out: the first of the engine.")
@@ -38,11 +38,11 @@ def inspect(
 
         opened = open_engine(engine, requirements=False)
         if plan:
-            if opened.manifest.target.name == "tensorrt-rtx":
+            if opened.manifest.target.name in ("tensorrt", "tensorrt-rtx"):
                 from llmbuild.cli.layers import print_layers_of
 
                 if sm is not None:
-                    raise ConfigError("the engine has one plan for all its GPUs", where="--sm", hint="leave --sm out")
+                    raise ConfigError("the engine has one plan", where="--sm", hint="leave --sm out")
                 print_layers_of(opened, as_json=as_json)
                 return
             from llmbuild.cli.plan import print_plan

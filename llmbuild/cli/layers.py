@@ -1,4 +1,4 @@
-"""What `llmbuild inspect --plan` shows of a tensorrt-rtx engine: layers after fusion, profiles, memory."""
+"""What `llmbuild inspect --plan` shows of a TensorRT engine: layers after fusion, profiles, memory."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def print_layers_of(engine: Engine, *, as_json: bool = False) -> None:
     ]
     title = f"{len(rows)} layers, {human_size(listing['memory']['weights'])} of weights"
     print_table(title, ("profile", "kind", "weights", "outputs", "graph nodes"), rows)
+    plugins = listing.get("plugins", {})
+    if plugins:
+        names = list(next(iter(plugins.values())))
+        rows = [(name, *(str(each[name]) for each in plugins.values())) for name in names]
+        print_table("Fields of the plugins", ("field", *plugins), rows)
 
 
 def types(names: list[str]) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 EXECUTORS: dict[str, str] = {
     "cpu": "llmbuild.runtime.executors.cpu:CpuExecutor",
     "cuda": "llmbuild.runtime.executors.cuda.executor:CudaExecutor",
+    "tensorrt": "llmbuild.runtime.executors.tensorrt.paged:TensorRTExecutor",
     "tensorrt-rtx": "llmbuild.runtime.executors.tensorrt.executor:RtxExecutor",
 }
 

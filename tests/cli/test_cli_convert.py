@@ -193,7 +193,7 @@ def test_what_is_no_model(tmp_path, invoke, name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "tensorrt"], "target 'tensorrt' is not in this version of llmbuild"),
+        (["--target", "tensorrt", "--sm", "75"], "tensorrt does not build for SM 75"),
         (["--sm", "90"], "the cpu target is compiled for no GPU"),
         (["--target", "cuda", "--sm", "75"], "no kernels for SM 75"),
         (["--target", "cuda", "--sm", "ninety"], "'ninety' is no list of SMs"),

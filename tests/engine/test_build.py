@@ -183,11 +183,6 @@ def test_paths_and_times_leave_no_trace(tmp_path, seams):
     ("changes", "kind", "text"),
     [
         (
-            dict(target="tensorrt"),
-            UnsupportedError,
-            "target 'tensorrt' is not in this version of llmbuild\n  where: --target\n  next:  available: cpu",
-        ),
-        (
             dict(builder_options=("noTF32",)),
             ConfigError,
             "the cpu target has no builder of a vendor to give options to\n  where: --builder-option",

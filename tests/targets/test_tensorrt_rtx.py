@@ -12,7 +12,7 @@ import torch
 
 from llmbuild.builder.options import BuildConfig, choose
 from llmbuild.builder.targets.base import CompileOptions
-from llmbuild.builder.targets.tensorrt import rtx
+from llmbuild.builder.targets.tensorrt import rtx, running
 from llmbuild.builder.targets.tensorrt.builder_options import BuilderOptions, parse
 from llmbuild.builder.targets.tensorrt.capabilities import RTX
 from llmbuild.builder.targets.tensorrt.layers import layers
@@ -171,7 +171,7 @@ def test_unknown_gpus(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (None, "the package tensorrt-rtx is missing: pip install 'llmbuild[tensorrt-rtx]'"),
+        (None, "the package tensorrt-rtx (>=1.7,<1.8) is missing: pip install 'llmbuild[tensorrt-rtx]'"),
         ("1.2.0.54", "tensorrt-rtx 1.2.0.54 is installed, but >=1.7,<1.8 is needed: pip install"),
         ("1.9.0", "tensorrt-rtx 1.9.0 is installed, but >=1.7,<1.8 is needed: pip install"),
     ],
@@ -198,7 +198,7 @@ def test_engine_larger_than_memory(monkeypatch) -> None:
 def test_operators_that_the_parser_refuses_are_named_with_their_lines(llama) -> None:
     program, _, _ = llama
     linears = [node.name for node in program.graph.nodes if "linear" in node.name][:2]
-    error = rtx.refused([[f"{linears[0]}.1", "no kernel"], [linears[1], "bad type"]], program)
+    error = running.refused([[f"{linears[0]}.1", "no kernel"], [linears[1], "bad type"]], program)
     assert "refuses 2 operator(s)" in error.what
     assert error.what.count(".py:") == 2 and "no kernel" in error.what and "bad type" in error.what
 
@@ -206,7 +206,7 @@ def test_operators_that_the_parser_refuses_are_named_with_their_lines(llama) -> 
 def test_a_dead_builder_is_a_message(llama, tmp_path: Path) -> None:
     program, _, _ = llama
     with pytest.raises(LLMBuildError, match=r"TensorRT's builder ended with code 1: .*weights"):
-        rtx.run_builder({"weights": "weights/none", "model": "m", "engine": "e"}, tmp_path, program)
+        running.run_builder({"module": "tensorrt_rtx", "weights": "weights/none", "model": "m", "engine": "e"}, tmp_path, program)
 
 
 # ------------------------------------------------------------------------------------------------ builder options

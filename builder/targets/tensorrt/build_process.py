@@ -1,21 +1,29 @@
-"""The process that runs TensorRT-RTX's builder: `python -m llmbuild.builder.targets.tensorrt.build_process`.
+"""The process that runs TensorRT's builder: `python -m llmbuild.builder.targets.tensorrt.build_process`.
 
 It reads one JSON object on stdin, works in the current directory and writes the engine there; stdout gets one JSON
 object, what happened. A process of its own for three reasons: a crash of the builder becomes a message; torch is not in
 its memory; and TensorRT orders what it writes by address, so that the same bytes come out only where addresses are the
 same. Hence one thread, no randomised addresses where the system allows that, relative paths, and nothing that moves
 what Python allocates: the parent fixes hashes and environment, and no compiled module is read or written.
+
+The full TensorRT differs in little: it builds for the GPU that is there, by timing; its networks hold plugins, whose
+kernels lie in files until then; and what it made is read from the engine itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:  # `build` puts tensorrt or tensorrt_rtx in its place
+    import tensorrt as trt
 
 ADDR_NO_RANDOMIZE = 0x0040000
 AGAIN = "LLMBUILD_ADDRESSES"  # set once the process has tried to fix its addresses
@@ -44,9 +52,42 @@ def main() -> None:
 
 
 def build(order: dict[str, Any]) -> dict[str, Any]:
-    """Build what `order` says. Returns {"errors": [...]} or {"log": lines, "network": layers}."""
-    import tensorrt_rtx as trt
+    """Build what `order` says.
 
+    Returns:
+        {"errors": [...]}, {"refused": [[node, reason], ...]}, or {"log": lines, "network": layers} and, of the full
+        TensorRT, "inspector" and "activations" (see `opened`).
+    """
+    globals()["trt"] = importlib.import_module(order["module"])
+    log = make_log()
+    full = order["module"] == "tensorrt"
+    if full:
+        provide_kernels(order["kernels"])
+    builder = trt.Builder(log)
+    if not full:
+        builder.max_threads = 1
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    weights = Weights(Path(order["weights"]))
+    parser.load_model_proto(Path(order["model"]).read_bytes())
+    for name in order["initializers"]:
+        address, size = weights.place(name)
+        if not parser.load_initializer(name, address, size):
+            return {"errors": [f"the initializer {name} was not taken", *log.errors]}
+    if not parser.parse_model_proto():
+        found = [parser.get_error(at) for at in range(parser.num_errors)]
+        return {"errors": log.errors, "refused": [[error.node_name(), error.desc()] for error in found]}
+    config = configuration(builder, order)
+    keep_times = timing_cache(config, order["timing_cache"]) if full else lambda: None
+    with Path(order["engine"]).open("wb") as file:
+        if not builder.build_serialized_network_to_stream(network, config, writer(file)):
+            return {"errors": log.errors or ["the builder gave no reason"]}
+    keep_times()
+    result = {"log": log.kept, "network": network_layers(network)}
+    return {**result, **opened(log, Path(order["engine"]))} if full else result
+
+
+def make_log() -> Any:
     class Log(trt.ILogger):
         """Keeps errors, and of the rest what tells about layers and memory."""
 
@@ -61,25 +102,47 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
             elif message.startswith(("Layers:", "Total Activation Memory", "Total Weights Memory")):
                 self.kept.append(message)
 
-    log = Log()
-    builder = trt.Builder(log)
-    builder.max_threads = 1
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log)
-    weights = Weights(Path(order["weights"]))
-    parser.load_model_proto(Path(order["model"]).read_bytes())
-    for name in order["initializers"]:
-        address, size = weights.place(name)
-        if not parser.load_initializer(name, address, size):
-            return {"errors": [f"the initializer {name} was not taken", *log.errors]}
-    if not parser.parse_model_proto():
-        found = [parser.get_error(at) for at in range(parser.num_errors)]
-        return {"errors": log.errors, "refused": [[error.node_name(), error.desc()] for error in found]}
-    config = configuration(trt, builder, order)
-    with Path(order["engine"]).open("wb") as file:
-        if not builder.build_serialized_network_to_stream(network, config, writer(trt, file)):
-            return {"errors": log.errors or ["the builder gave no reason"]}
-    return {"log": log.kept, "network": network_layers(network)}
+    return Log()
+
+
+def provide_kernels(files: list[list[str]]) -> None:
+    """Register the plugin, and keep the kernels that its nodes name. files: program and pack of each set."""
+    from llmbuild.plugins.tensorrt import kernel_store, register
+    from llmbuild.plugins.tensorrt.program import KernelSet
+
+    register()
+    for program, pack in files:
+        kernel_store.provide(KernelSet(Path(program).read_bytes(), Path(pack).read_bytes()))
+
+
+def timing_cache(config: trt.IBuilderConfig, path: str | None) -> Callable[[], None]:
+    """Give the builder the times of earlier builds; return what writes them again."""
+    if path is None:
+        return lambda: None
+    file = Path(path)
+    cache = config.create_timing_cache(file.read_bytes() if file.exists() else b"")
+    config.set_timing_cache(cache, False)
+
+    def keep() -> None:
+        times: Any = config.get_timing_cache().serialize()
+        file.write_bytes(bytes(times))
+
+    return keep
+
+
+def opened(log: trt.ILogger, engine: Path) -> dict[str, Any]:
+    """Open the engine where it was built, which proves that it loads.
+
+    Returns:
+        {"inspector": what the engine says of its layers, JSON; "activations": bytes of each profile}, or {"errors"}.
+    """
+    runtime = trt.Runtime(log)
+    found = runtime.deserialize_cuda_engine(engine.read_bytes())
+    if found is None:
+        return {"errors": ["the engine that was built does not open", *log.errors]}
+    text = found.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    profiles = range(found.num_optimization_profiles)
+    return {"inspector": text, "activations": [found.get_device_memory_size_for_profile_v2(at) for at in profiles]}
 
 
 class Weights:
@@ -98,19 +161,19 @@ class Weights:
         return self._start + begin, end - begin
 
 
-def writer(trt: Any, file: Any) -> Any:
+def writer(file: BinaryIO) -> trt.IStreamWriter:
     class Writer(trt.IStreamWriter):
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
 
-        def write(self, data: Any) -> int:
+        def write(self, data: Any, size: int = 0) -> int:  # called with the data alone
             written: int = file.write(data)
             return written
 
     return Writer()
 
 
-def configuration(trt: Any, builder: Any, order: dict[str, Any]) -> Any:
+def configuration(builder: trt.Builder, order: dict[str, Any]) -> trt.IBuilderConfig:
     """Return the builder's configuration: profiles, GPUs and options."""
     config = builder.create_builder_config()
     for shapes in order["profiles"]:
@@ -118,9 +181,10 @@ def configuration(trt: Any, builder: Any, order: dict[str, Any]) -> Any:
         for name, (least, usual, most) in shapes.items():
             profile.set_shape(name, least, usual, most)
         config.add_optimization_profile(profile)
-    config.num_compute_capabilities = len(order["sms"])
-    for at, sm in enumerate(order["sms"]):
-        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), at)
+    if order["module"] == "tensorrt":  # a pool comes out of its plugin in the memory in which it went in
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    else:
+        choose_gpus(config, order["sms"])
     options = order["options"]
     config.profiling_verbosity = getattr(trt.ProfilingVerbosity, options["verbosity"].upper())
     if options["optimization_level"] is not None:
@@ -140,7 +204,15 @@ def configuration(trt: Any, builder: Any, order: dict[str, Any]) -> Any:
     return config
 
 
-def network_layers(network: Any) -> list[list[str]]:
+def choose_gpus(config: Any, sms: list[int]) -> None:
+    """What tensorrt-rtx alone can: build for GPUs that are not there."""
+    rtx: Any = trt
+    config.num_compute_capabilities = len(sms)
+    for at, sm in enumerate(sms):
+        config.set_compute_capability(getattr(rtx.ComputeCapability, f"SM{sm}"), at)
+
+
+def network_layers(network: trt.INetworkDefinition) -> list[list[str]]:
     """Return (name, kind) of every layer before fusion."""
     layers = (network.get_layer(at) for at in range(network.num_layers))
     return [[layer.name, str(layer.type).removeprefix("LayerType.")] for layer in layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmbuild.errors import ConfigError, UnsupportedError, nearest
@@ -13,14 +14,22 @@ VERBOSITIES = ("none", "layer_names_only", "detailed")
 TILINGS = ("none", "fast", "moderate", "full")
 OPTION = "--builder-option"
 
-# What trtexec has too and tensorrt-rtx cannot do without a GPU, each with the reason.
-NOT_HERE = {
+# What trtexec has too and a target cannot do, each with the reason.
+NOT_RTX = {
     "timingCacheFile": "tensorrt-rtx times nothing while it builds; kernels are chosen on the GPU that runs the engine",
     "stripWeights": "tensorrt-rtx strips an engine of its weights only with the GPU at hand that it is for",
     "refit": "tensorrt-rtx makes refittable engines only with the GPU at hand that they are for",
     "versionCompatible": "the lean runtime that such engines carry is not part of tensorrt-rtx",
     "hardwareCompatibilityLevel": "name the GPUs with --sm: one engine holds code for all of them",
 }
+NOT_TENSORRT = {
+    "stripWeights": "nothing puts the weights back when such an engine is loaded",
+    "refit": "nothing puts other weights into an engine",
+    "versionCompatible": "the lean runtime that such engines carry takes no plugin, which attention is",
+    "hardwareCompatibilityLevel": "the plugin's kernels are for the one GPU that the engine is built on",
+    "prefillBatchSize": "prompts are packed, not padded: --max-num-tokens is what bounds them",
+}
+NOT_HERE = {"tensorrt": NOT_TENSORRT, "tensorrt-rtx": NOT_RTX}
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class BuilderOptions:
         weight_streaming: Whether weights may stay in host memory while the engine runs.
         tf32: Whether float32 products may round their inputs.
         sparsity: Whether 2:4 sparse weights are looked for.
-        prefill_batch: Most prompts in one run.
+        prefill_batch: Most prompts in one run. tensorrt-rtx only.
+        timing_cache: File of the times of kernels: read if it exists, and written. tensorrt only.
     """
 
     optimization_level: int | None = None
@@ -48,25 +58,29 @@ class BuilderOptions:
     tf32: bool = True
     sparsity: bool = False
     prefill_batch: int = 4
+    timing_cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return what an engine records: all but files of this machine."""
+        return {name: value for name, value in asdict(self).items() if name != "timing_cache"}
 
 
-def parse(options: Sequence[str]) -> BuilderOptions:
+def parse(options: Sequence[str], target: str = "tensorrt-rtx") -> BuilderOptions:
     """Read "NAME=VALUE" each; "NAME" alone switches something on.
 
     Raises:
         ConfigError: A name or value is unknown, or a name is given twice.
-        UnsupportedError: trtexec knows the name, tensorrt-rtx cannot do it here.
+        UnsupportedError: trtexec knows the name, the target cannot do it.
     """
     result, seen = BuilderOptions(), set()
+    refused = NOT_HERE[target]
     for text in options:
         name, _, value = text.partition("=")
-        if name in NOT_HERE:
-            raise UnsupportedError(f"{name}: {NOT_HERE[name]}", where=OPTION, hint="leave it out")
+        if name in refused:
+            raise UnsupportedError(f"{name}: {refused[name]}", where=OPTION, hint="leave it out")
         if name not in READERS:
-            raise ConfigError(f"unknown builder option {name!r}", where=OPTION, hint=nearest(name, list(READERS)))
+            known = [each for each in READERS if each not in refused]
+            raise ConfigError(f"unknown builder option {name!r}", where=OPTION, hint=nearest(name, known))
         if name in seen:
             raise ConfigError(f"the builder option {name} is given twice", where=OPTION, hint="give it once")
         seen.add(name)
@@ -121,6 +135,12 @@ def workspace(name: str, value: str) -> int:
         raise wrong(name, value, f"workspace:SIZE ({error})") from None
 
 
+def file(name: str, value: str) -> str:
+    if not value or not Path(value).absolute().parent.is_dir():
+        raise wrong(name, value, "a file in a folder that exists")
+    return str(Path(value).absolute())
+
+
 def wrong(name: str, value: str, allowed: str) -> ConfigError:
     return ConfigError(f"the builder option {name} is {value!r}", where=OPTION, hint=f"allowed: {allowed}")
 
@@ -135,4 +155,5 @@ READERS: dict[str, tuple[str, Any]] = {
     "noTF32": ("tf32", switch(False)),
     "sparsity": ("sparsity", sparse),
     "prefillBatchSize": ("prefill_batch", number(1, 1024)),
+    "timingCacheFile": ("timing_cache", file),
 }

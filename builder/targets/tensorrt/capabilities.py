@@ -22,6 +22,7 @@ class Capability:
         sms: Compute capabilities without the point that it builds for.
         default_sms: Those built for where none is named.
         plugins: Whether networks may hold plugins: attention over pages, else over slots.
+        at_hand: Whether an engine is for the one GPU that is there when it is built.
     """
 
     target: str
@@ -32,6 +33,7 @@ class Capability:
     sms: tuple[int, ...]
     default_sms: tuple[int, ...]
     plugins: bool
+    at_hand: bool
 
     def problem(self) -> str | None:
         """Return None when the package is there in a version that works, else what is wrong and what to install."""
@@ -43,7 +45,7 @@ class Capability:
         try:
             found = version(self.package)
         except PackageNotFoundError:
-            return f"the package {self.package} is missing: {install}"
+            return f"the package {self.package} ({self.versions}) is missing: {install}"
         if not SpecifierSet(self.versions).contains(found, prereleases=True):
             return f"{self.package} {found} is installed, but {self.versions} is needed: {install}"
         if importlib.util.find_spec(self.module) is None:
@@ -62,7 +64,7 @@ class Capability:
         except ValueError:
             raise ConfigError(f"{text!r} is no list of SMs", where="--sm", hint=f"such as 86,89; {known}") from None
         if unknown := [sm for sm in sms if sm not in self.sms]:
-            other = "; --target cuda has kernels for 90 and 100" if not self.plugins else ""
+            other = "; --target cuda has kernels for 90 and 100" if not self.at_hand else ""
             raise ConfigError(
                 f"{self.target} does not build for SM {', '.join(map(str, unknown))}", where="--sm", hint=known + other
             )
@@ -97,4 +99,18 @@ RTX = Capability(
     sms=(75, 80, 86, 89, 120, 121),
     default_sms=(86, 89, 120),
     plugins=False,
+    at_hand=False,
 )
+
+TENSORRT = Capability(
+    target="tensorrt",
+    package="tensorrt",
+    module="tensorrt",
+    versions=">=10.15,<12",  # those whose bindings the plugin was made and checked in
+    extra="tensorrt",
+    sms=(80, 86, 89, 90, 100, 120),  # those that the plugin's kernels are compiled for
+    default_sms=(80, 86, 89, 90, 100, 120),
+    plugins=True,
+    at_hand=True,
+)
+CAPABILITIES = {each.target: each for each in (TENSORRT, RTX)}

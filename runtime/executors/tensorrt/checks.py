@@ -1,4 +1,4 @@
-"""Whether this machine can run an engine of tensorrt-rtx, asked before the engine is read."""
+"""Whether this machine can run an engine of tensorrt-rtx or tensorrt, asked before the engine is read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_slots(asked: int | None, built: int) -> int:
 
 
 def slot_bytes(cache: KVCacheSection, layer: int, name: str) -> int:
-    """Bytes of one slot of one layer's keys or values."""
+    """Bytes of one slot, or block, of one layer's keys or values."""
     form = cache.layers[layer]
     width = form.head_dim if name == "keys" else form.v_head_dim
     return form.num_kv_heads * cache.block_size * width * ITEM_BYTES[cache.dtype]
@@ -74,3 +74,82 @@ def check_memory(device: Device, slots: int, cache: KVCacheSection, engine_bytes
             where=f"GPU {device.ordinal}, {device.name}",
             hint="load it with fewer kv_cache_blocks, or convert the model again with a smaller --max-seq-len",
         )
+
+
+# ------------------------------------------------------------------------------------------------ the full TensorRT
+def check_same_gpu(device: Device, section: Mapping[str, Any], engine: Path) -> None:
+    """
+    Raises:
+        EngineError: The engine was built on another kind of GPU.
+    """
+    if device.sm != section["sm"]:
+        raise EngineError(
+            f"the engine was built on a GPU of SM {section['sm']} ({section['gpu']}); this one is SM {device.sm}",
+            where=f"{engine}, GPU {device.ordinal}: {device.name}",
+            hint="convert the model again on this machine: TensorRT builds for the GPU that is there",
+        )
+
+
+def check_plugin(section: Mapping[str, Any], engine: Path) -> None:
+    """
+    Raises:
+        EngineError: The engine holds plugins of another version.
+    """
+    from llmbuild.plugins.tensorrt import fields, program
+
+    here = {"fields": fields.VERSION, "program": program.VERSION}
+    if section["plugin"] != here:
+        was, now = (f"{each['fields']}.{each['program']}" for each in (section["plugin"], here))
+        raise EngineError(
+            f"the engine's plugin PagedAttention has version {was}; this llmbuild runs version {now}",
+            where=str(engine),
+            hint="convert the model again with this version of llmbuild",
+        )
+
+
+def check_engine_fits(device: Device, engine_bytes: int) -> None:
+    """Raise EngineError when the engine alone is larger than the free memory of the GPU."""
+    free, _ = device.memory()
+    if engine_bytes > free:
+        raise EngineError(
+            f"the engine needs {human_size(engine_bytes)} of GPU memory for itself; {human_size(free)} are free",
+            where=f"GPU {device.ordinal}, {device.name}",
+            hint="end other processes that use the GPU, or convert the model again with --quant int4-wo-g128",
+        )
+
+
+def choose_blocks(
+    device: Device, cache: KVCacheSection, *, asked: int | None, fraction: float, most: int, sequence: int, used: int
+) -> int:
+    """Return the number of KV blocks.
+
+    Args:
+        asked: What the user asks for, or None for what fits.
+        fraction: Of the free memory that `used` leaves.
+        most: Blocks that can ever be of use, or that the engine takes.
+        sequence: Blocks of the longest sequence.
+        used: Bytes that will be allocated besides.
+
+    Raises:
+        ConfigError: The fraction is not in (0, 1], or more is asked for than the engine takes.
+        EngineError: What is asked for, or one sequence, does not fit.
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"kv_memory_fraction is {fraction}", hint="allowed: more than 0, at most 1")
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"{asked} KV blocks are asked for, and the engine takes {most}",
+            where="kv_cache_blocks",
+            hint=f"give at most {most}",
+        )
+    block = sum(slot_bytes(cache, layer, name) for layer in range(len(cache.layers)) for name in ("keys", "values"))
+    left = max(device.memory()[0] - used, 0)
+    fitting = left // block if asked is not None else min(most, int(left * fraction) // block)
+    need = sequence if asked is None else asked
+    if need > fitting:
+        raise EngineError(
+            f"{need} KV blocks need {human_size(need * block)} of GPU memory; {human_size(left)} are free",
+            where=f"GPU {device.ordinal}, {device.name}",
+            hint="end other processes that use the GPU, or convert the model again with a smaller --max-seq-len",
+        )
+    return fitting if asked is None else asked

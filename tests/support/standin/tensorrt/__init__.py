@@ -1,0 +1,129 @@
+"""In the place of the full TensorRT, for the process that builds: tensorrt-rtx, whose networks take no plugins.
+
+All is the vendor's but what the other package alone has. Plugin nodes are made as the full parser makes them, by the
+registered creator from the node's attributes, asked what TensorRT asks, written and read again; then operators of equal
+types stand in for them, so that the rest of the graph is parsed, strongly typed, and built with its profiles. The
+engine is not opened, as that takes a GPU: what an inspector would say is made up here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import onnx
+import tensorrt_rtx as _rtx
+from onnx import TensorProto, helper
+
+globals().update({name: getattr(_rtx, name) for name in dir(_rtx) if not name.startswith("__")})
+__version__ = "11.4.0.106"
+LOG: dict[str, Any] = {"plugins": {}, "preview": []}
+KINDS = {"str": "CHAR", "int": "INT64", "float": "FLOAT64"}
+
+
+class INetworkDefinition:
+    add_plugin_v3 = None  # by which networks that take plugins are known
+
+
+class Builder(_rtx.Builder):
+    def create_builder_config(self) -> Any:
+        config = super().create_builder_config()
+        config.num_compute_capabilities = 1  # the full TensorRT builds for the GPU that is there
+        config.set_compute_capability(_rtx.ComputeCapability.SM89, 0)
+        return config
+
+
+class OnnxParser:
+    def __init__(self, network: Any, log: Any) -> None:
+        self._parser = _rtx.OnnxParser(network, log)
+
+    def load_model_proto(self, data: bytes) -> bool:
+        model = onnx.load_from_string(data)
+        types = {item.name: item.type.tensor_type.elem_type for item in model.graph.input}
+        nodes = []
+        for node in model.graph.node:
+            if node.op_type == "PagedAttention":
+                LOG["plugins"][node.name] = make_plugin(node)
+                nodes += stand_ins(node, types[node.input[3]])
+            else:
+                nodes.append(node)
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        return self._parser.load_model_proto(model.SerializeToString())  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
+def make_plugin(node: onnx.NodeProto) -> dict[str, Any]:
+    """Make the plugin of a node in both phases; return what was found."""
+    import numpy as np
+
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    version, namespace = given.pop("plugin_version").decode(), given.pop("plugin_namespace").decode()
+    creator = _rtx.get_plugin_registry().get_creator(node.op_type, version, namespace)
+    fields = []
+    for name, value in given.items():
+        plain = value.decode() if isinstance(value, bytes) else value
+        kind = getattr(_rtx.PluginFieldType, KINDS[type(plain).__name__])
+        data = value if isinstance(value, bytes) else np.array([value])
+        fields.append(_rtx.PluginField(name, data, kind))
+    plugin = creator.create_plugin(node.name, _rtx.PluginFieldCollection(fields), _rtx.TensorRTPhase.BUILD)
+    types = [getattr(_rtx.DataType, kind) for kind in input_types(plugin)]
+    outputs = plugin.get_output_data_types(types)
+    again = creator.create_plugin(node.name, plugin.get_fields_to_serialize(), _rtx.TensorRTPhase.RUNTIME)
+    assert again.form == plugin.form and again.opened.digest == plugin.opened.digest
+    return {"outputs": [kind.name for kind in outputs], "sm": again.opened.sm, "layer": again.form.layer}
+
+
+def input_types(plugin: Any) -> list[str]:
+    from llmbuild.plugins.tensorrt.descriptors import TRT_TYPES
+
+    return [TRT_TYPES[tensor.dtype] for tensor in plugin.form.inputs]
+
+
+def stand_ins(node: onnx.NodeProto, kind: int) -> list[onnx.NodeProto]:
+    """q plus the sum of all that paging says; and the pools as they are."""
+    made = []
+    total = ""
+    for name in node.input[5:9]:
+        part = f"{node.name}.{name}"
+        made.append(helper.make_node("ReduceSum", [name], [part], name=part, keepdims=0))
+        if total:
+            made.append(helper.make_node("Add", [total, part], [f"{part}.total"], name=f"{part}.total"))
+        total = f"{part}.total" if total else part
+    made.append(helper.make_node("Cast", [total], [f"{node.name}.cast"], name=f"{node.name}.cast", to=kind))
+    made.append(helper.make_node("Add", [node.input[0], f"{node.name}.cast"], [node.output[0]], name=node.name))
+    for pool, out in zip(node.input[3:5], node.output[1:3], strict=True):
+        made.append(helper.make_node("Identity", [pool], [out], name=f"{node.name}.{pool}"))
+    assert kind in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    return made
+
+
+class Runtime:
+    def __init__(self, log: Any) -> None: ...
+
+    def deserialize_cuda_engine(self, engine: bytes) -> Any:
+        assert engine, "nothing was built"
+        return Engine()
+
+
+class Engine:
+    num_optimization_profiles = 2
+
+    def create_engine_inspector(self) -> Any:
+        return self
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return 1000 + profile
+
+    def get_engine_information(self, kind: Any) -> str:
+        assert kind == _rtx.LayerInformationFormat.JSON
+        return json.dumps({"Layers": [layer(name, found) for name, found in LOG["plugins"].items()]})
+
+
+def layer(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    outputs = [{"Name": str(at), "Format/Datatype": kind} for at, kind in enumerate(found["outputs"])]
+    return {"Name": name, "LayerType": "PluginV3", "Inputs": [], "Outputs": outputs, "SM": found["sm"]} | {
+        "Metadata": f"[ONNX Layer: {name}]"
+    }
