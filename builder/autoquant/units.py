@@ -176,14 +176,17 @@ def stored_bytes(expr: WeightExpr, itemsize: int) -> int:
 
 
 def other_bytes(program: Program, units: Sequence[Unit], itemsize: int) -> tuple[int, int]:
-    """Return the bytes of all weights of no unit, and those that a decode step reads: no table of embeddings."""
+    """Return the bytes of all weights of no unit, and those that a decode step reads: no table of embeddings.
+
+    No choice rounds them, and what a checkpoint stores of them in blocks is dequantized (`choice.quant_config`).
+    """
     chosen = {weight.name for unit in units for weight in unit.weights}
     stored = read = 0
     for node in program.graph.nodes:
         expr = program.weight_of(node)
         if expr is None or node.name in chosen:
             continue
-        size_of = stored_bytes(expr, itemsize)
+        size_of = math.prod(expr.shape) * itemsize
         stored += size_of
         read += 0 if all(is_call(user, aten.embedding.default) for user in node.users) else size_of
     return stored, read

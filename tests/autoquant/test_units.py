@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from llmbuild.builder.ir import Program
 from llmbuild.builder.pipeline import LAST_EXACT, optimize
 from llmbuild.quantization.recipes import customized, find_recipe
 from support.calibrated import before_formats
+from support.tiny_gguf import write_gguf
 from support.tiny_models import save_tiny, tiny_model
 
 WINDOWS = [tuple(np.random.default_rng(seed).integers(3, 250, size).tolist()) for seed, size in ((1, 24), (2, 17))]
@@ -51,6 +53,7 @@ def test_units_of_a_llama(llama: Program) -> None:
     assert {unit.share for unit in units} == {1.0}
 
 
+@pytest.mark.slow
 def test_units_of_a_mixture_leave_the_router_out(tmp_path: Path) -> None:
     program = program_of("mixtral", tmp_path)
     units = find_units(program)
@@ -131,6 +134,20 @@ def test_what_a_recipe_does_not_round_is_exact(tmp_path: Path) -> None:
     assert torch.equal(
         options[2].weights[units[2].weights[0].name].load(), exact.weights[units[2].weights[0].name].load()
     )
+
+
+@pytest.mark.slow
+def test_blocks_of_a_gguf_are_kept_where_a_recipe_has_as_many_bits(tmp_path: Path) -> None:
+    """Of units; what belongs to none is dequantized by every choice."""
+    exact = before_formats(write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", type_name="Q8_0"))
+    units = find_units(exact)
+    kept, rounded, plain = (find_options(exact, units, name, 4) for name in ("int8-wo", "int4-wo", "none"))
+    assert all(option.exact for option in (*kept, *plain)) and not any(option.exact for option in rounded)
+    assert all(a.stored > b.stored > c.stored for a, b, c in zip(plain, kept, rounded, strict=True))
+    embedding = next(expr for expr in exact.weights.values() if expr.sources() == {"token_embd.weight"})
+    assert embedding.block_format is not None
+    stored, read = other_bytes(exact, units, 4)
+    assert stored - read == 4 * math.prod(embedding.shape)
 
 
 def test_a_config_rounds_what_was_chosen_and_nothing_else(llama: Program) -> None:
