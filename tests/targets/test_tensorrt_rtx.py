@@ -206,7 +206,9 @@ def test_operators_that_the_parser_refuses_are_named_with_their_lines(llama) -> 
 def test_a_dead_builder_is_a_message(llama, tmp_path: Path) -> None:
     program, _, _ = llama
     with pytest.raises(LLMBuildError, match=r"TensorRT's builder ended with code 1: .*weights"):
-        running.run_builder({"module": "tensorrt_rtx", "weights": "weights/none", "model": "m", "engine": "e"}, tmp_path, program)
+        running.run_builder(
+            {"module": "tensorrt_rtx", "weights": "weights/none", "model": "m", "engine": "e"}, tmp_path, program
+        )
 
 
 # ------------------------------------------------------------------------------------------------ builder options
