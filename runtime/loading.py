@@ -32,8 +32,8 @@ def load_engine(
     Args:
         num_threads: Threads of the cpu target; None lets it choose.
         kv_cache_blocks: Blocks of the KV pool; None sizes it for the engine's limits and the memory there is.
-        kv_memory_fraction: How much of the memory that the cuda target leaves free may hold KV blocks; None: 0.9.
-        device: Number of the GPU of the cuda target; None: 0.
+        kv_memory_fraction: How much of the GPU memory that is left may hold KV blocks (cuda, tensorrt); None: 0.9.
+        device: Number of the GPU; None: 0. Not with the cpu target.
 
     Raises:
         ConfigError: An option is out of range, or the engine's target does not have it.
