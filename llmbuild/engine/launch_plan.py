@@ -23,7 +23,8 @@ from llmbuild.engine.manifest import Bytes, Count, Section
 from llmbuild.errors import EngineError
 
 PLAN_VERSION = 2
-ALIGNMENT = 256  # bytes: of buffers, weights and pools
+ALIGNMENT = 256  # bytes: of buffers, weights, pools and counters
+COUNTER_BYTES = 4  # of a number: int32
 DAMAGED = "convert the model again with --force, or restore the file from a good copy"
 ITEM_BYTES = {
     "float32": 4,
@@ -371,6 +372,12 @@ class LaunchPlan(Section):
         for buffer in self.buffers:
             if buffer.offset % ALIGNMENT or buffer.offset + known["buffer"][buffer.name] > self.arena_bytes:
                 return f"buffer {buffer.name} does not lie in the arena"
+        names = [counter.name for counter in self.counters]
+        for counter in self.counters:
+            if names.count(counter.name) > 1:
+                return f"there are several counters {counter.name}"
+            if counter.num_bytes % COUNTER_BYTES:
+                return f"counter {counter.name} of {counter.num_bytes} bytes is no array of int32"
         lives = {b.name: (b.first, b.last) for b in self.buffers}
         for number, op in ops:
             for place in places_of(op):
@@ -378,6 +385,8 @@ class LaunchPlan(Section):
                     return f"op {number} reads the {place.kind} {place.name!r}, which is not there"
                 if place.offset >= max(known[place.kind][place.name], 1):
                     return f"op {number} reads past the end of {place.name}"
+                if place.kind == "counter" and place.offset % COUNTER_BYTES:
+                    return f"op {number} reads {place.name} at {place.offset} bytes, between two numbers"
                 if place.kind == "buffer" and not lives[place.name][0] <= number <= lives[place.name][1]:
                     return f"op {number} uses the buffer {place.name} outside its lifetime"
         if self.logits.kind != "buffer" or self.logits.name not in lives:

@@ -106,6 +106,12 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
             {"ops": (KernelOp(kernel="k", arguments=(at("hidden"), at("tiles", "counter", 40))), product())},
             "op 0 reads past the end of tiles",
         ),
+        (
+            {"ops": (KernelOp(kernel="k", arguments=(at("hidden"), at("tiles", "counter", 6))), product())},
+            "op 0 reads tiles at 6 bytes, between two numbers",
+        ),
+        ({"counters": (*plan().counters, Counter(name="odd", num_bytes=30))}, "odd of 30 bytes is no array of int32"),
+        ({"counters": (*plan().counters, plan().counters[0])}, "there are several counters tiles"),
         ({"logits": at("w", "weight")}, "the logits are in no buffer"),
         (
             {"ops": (plan().ops[0], product(weight=at("w", "weight", 512)))},
