@@ -63,15 +63,23 @@ def scenario(vocab_size: int = 256) -> list[dict[str, list[int]]]:
 
 def differences(program: Program, twin: Twin, steps: list[dict[str, list[int]]] | None = None) -> tuple[float, float]:
     """Largest difference of the twin's logits from the oracle's over `steps` (the scenario), and the largest logit."""
+    errors, largest = row_errors(program, twin, steps)
+    return float(errors.max()), largest
+
+
+def row_errors(
+    program: Program, twin: Twin, steps: list[dict[str, list[int]]] | None = None
+) -> tuple[np.ndarray, float]:
+    """Likewise, of each row."""
     conversation = Conversation(num_blocks=SLOTS, block_size=CAPACITY)
     oracle, state = Oracle(program), PagedState(SLOTS, CAPACITY)
-    worst, largest = 0.0, 0.0
+    errors, largest = [], 0.0
     for chunks in scenario() if steps is None else steps:
         step = conversation.step(chunks)
         expected = oracle.run(step, state).numpy()
-        worst = max(worst, float(np.abs(expected - twin.run(step)).max()))
+        errors.append(np.abs(expected - twin.run(step)).max(-1))
         largest = max(largest, float(np.abs(expected).max()))
-    return worst, largest
+    return np.concatenate(errors), largest
 
 
 def twin_of(program: Program) -> Twin:
