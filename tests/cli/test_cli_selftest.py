@@ -42,6 +42,7 @@ def test_cpu_takes_every_step(invoke, no_gpu, tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1].startswith("7 passed, 0 failed, 0 not run: ")
 
 
+@pytest.mark.slow  # what it builds and compares is tested elsewhere by default
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
 def test_rtx_builds_and_says_what_it_cannot_run(invoke, no_gpu) -> None:
     result = invoke("selftest", "--target", RTX, "--json")
