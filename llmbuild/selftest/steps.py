@@ -2,12 +2,13 @@
 
     graph                              tensorrt, tensorrt-rtx: what is parsed, in onnxruntime, against the oracle
     plugin, kernels                    tensorrt: the plugin's class in these bindings; its kernels, compiled
+    enqueue                            tensorrt: the plugin called on the GPU, also captured, against the reference
     build                              convert the model
     load                               the engine on this machine
     prefill, mixed, decode             logits against the oracle, over a cache that earlier steps have written
     serve                              requests through scheduler and sampler
 
-For `tensorrt`, every step of the engine calls the plugin's enqueue inside TensorRT.
+For `tensorrt`, every step of the engine calls the plugin's enqueue inside TensorRT too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 Forward = Callable[["StepInput"], Any]
 # Share of the largest logit that an error may be: float16 rounds at 2^-11, a few dozen times on the way.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02}
+ATTENTION_TOLERANCE = 2.0**-8  # of one layer in float16: weights and results are rounded once each
 USUAL_SM = {"cuda": 90, "tensorrt-rtx": 89, "tensorrt": 90}  # compiled for where there is no GPU to ask
 BLOCKS, BLOCK_SIZE = 16, 16
 
@@ -69,6 +71,7 @@ def test_target(target: str, model: Path, oracle: Oracle, gpu: Gpu | str, folder
         record.take("graph", lambda: (paged_graph(oracle), None))
         record.take("plugin", lambda: (plugin_class(), None))
         record.take("kernels", lambda: (plugin_kernels(oracle, sm or 0), None))
+        record.take("enqueue", lambda: (plugin_enqueue(here), None), needs=("plugin", "kernels"))
     record.take("build", lambda: (build_engine(target, model, dtype, sm, folder / target, here), None))
     loaded = record.take("load", lambda: load(folder / target, here), needs=("build",))
     try:
@@ -196,6 +199,24 @@ def plugin_kernels(oracle: Oracle, sm: int) -> str:
 
     with_plugins(oracle, compiled)
     return f"{sum(sizes)} bytes for SM {sm}"
+
+
+def plugin_enqueue(here: str | None) -> str:
+    """Call the plugin without TensorRT around it. here: why engines cannot run, None where they can."""
+    from llmbuild.selftest import enqueue
+
+    if here is not None:
+        raise NotHere(here)
+    from llmbuild.builder.targets.tensorrt.plugin_kernels import compile_kernels
+    from llmbuild.plugins.tensorrt.plugin import PagedAttention
+    from llmbuild.runtime.executors.cuda.driver import Device
+
+    form, device = enqueue.tiny_form(), Device(0)
+    try:
+        found, expected = enqueue.all_steps(device, PagedAttention.of(form, compile_kernels(form, device.sm), device))
+    finally:
+        device.close()
+    return difference(found, expected, ATTENTION_TOLERANCE)
 
 
 def limits(block_size: int) -> Any:
