@@ -43,6 +43,13 @@ class Kernel(NamedTuple):
     us: float
 
 
+class Pack(NamedTuple):
+    """Of the engine's kernels: grids by name, and names as the GPU knows them."""
+
+    grids: dict[str, tuple[str, str, str]]
+    symbols: frozenset[str]
+
+
 class Sizes(NamedTuple):
     """Of a step. context: tokens that its sequences read, summed."""
 
@@ -83,8 +90,11 @@ def traced(server: Server, prompts: list[list[int]], max_tokens: int, skip: int,
     return steps
 
 
-def assign(plan: LaunchPlan, kernels: list[Kernel], known: set[str], sizes: Sizes) -> list[tuple[str, float, float]]:
-    """Return (group, microseconds, least microseconds) of the ops of a step; what no op claims is "sampling, other"."""
+def assign(plan: LaunchPlan, kernels: list[Kernel], pack: Pack, sizes: Sizes) -> list[tuple[str, float, float]]:
+    """Return (group, microseconds, least microseconds) of the ops of a step; what no op claims is "sampling, other".
+
+    An op whose grid is empty has launched nothing.
+    """
     found, at = [], 0
     decode = sizes.T == sizes.B
     values = sizes._asdict()
@@ -97,11 +107,13 @@ def assign(plan: LaunchPlan, kernels: list[Kernel], known: set[str], sizes: Size
             launches = None if chosen is None else [launch.kernel for launch in chosen]
         us = 0.0
         if launches is None:
-            while at < len(kernels) and kernels[at].name not in known:
+            while at < len(kernels) and kernels[at].name not in pack.symbols:
                 us += kernels[at].us
                 at += 1
         else:
-            for _ in launches:
+            for kernel in launches:
+                if 0 in [evaluate(text, values) for text in pack.grids[kernel]]:
+                    continue
                 us += kernels[at].us if at < len(kernels) else 0.0
                 at += 1
         found.append((group(op), us, least(plan, op, sizes)))
@@ -120,7 +132,7 @@ def least(plan: LaunchPlan, op: KernelOp | GemmOp, sizes: Sizes) -> float:
         rows, item = evaluate(op.rows, values) * op.batch, ITEM_BYTES[op.dtype]
         weight = next(w for w in plan.weights if w.name == op.weight.name)
         moved = weight.num_bytes + rows * (op.n + op.k) * item
-        return max(moved / BYTES_S, 2 * rows * op.n * op.k / FLOP_S.get(op.dtype, 60e12)) * 1e6
+        return max(moved / BYTES_S, 2 * rows * op.n * op.k / FLOP_S.get(op.number_dtype or op.dtype, 60e12)) * 1e6
     places = {(a.kind, a.name) for a in op.arguments if isinstance(a, Place)}
     buffers = {b.name: b for b in plan.buffers}
     total = 0.0
@@ -132,14 +144,14 @@ def least(plan: LaunchPlan, op: KernelOp | GemmOp, sizes: Sizes) -> float:
     return total / BYTES_S * 1e6
 
 
-def profile_step(server: Server, plan: LaunchPlan, known: set[str], steps: list[list[Kernel]], sizes: Sizes, kind: str):
+def profile_step(plan: LaunchPlan, pack: Pack, steps: list[list[Kernel]], sizes: Sizes, kind: str):
     """Return records: one a group of ops, over the median of steps, and one of the whole."""
     full = [step for step in steps if len(step) == max(map(len, steps))] or steps
     span = [sum(kernel.us for kernel in step) for step in full]
     pitch = [later[0].start - step[0].start for step, later in itertools.pairwise(steps)]
     chosen = sorted(zip(span, range(len(full)), full, strict=True))[len(full) // 2][2]
     groups: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    for name, us, floor in assign(plan, chosen, known, sizes):
+    for name, us, floor in assign(plan, chosen, pack, sizes):
         entry = groups[name]
         entry[0] += 1
         entry[1] += us
@@ -172,9 +184,10 @@ def main() -> None:
     records: list[dict[str, Any]] = [emit(**environment(("llmbuild", "cuda-bindings", "torch")), gpu=gpu())]
     server = Server(arguments.engine)
     files = arguments.engine / "plan" / f"sm{capability()}"
-    plan, pack = LaunchPlan.read(files / "plan.json"), KernelPack.open(files / "kernels.bin")
-    first = pack.kernel(plan.ops[0].kernel, capability()).launch.symbol
-    known = {pack.kernel(name, capability()).launch.symbol for name in pack.names}
+    plan, packed = LaunchPlan.read(files / "plan.json"), KernelPack.open(files / "kernels.bin")
+    symbols = {name: packed.kernel(name, capability()).launch.symbol for name in packed.names}
+    pack = Pack({name: packed.grid(name) for name in packed.names}, frozenset(symbols.values()))
+    first = symbols[plan.ops[0].kernel]
     who = {"peer": f"llmbuild-{package_version('llmbuild')}", "tag": arguments.tag}
     vocab = server.limits.vocab_size
     for text in filter(None, arguments.decode.split(",")):
@@ -183,13 +196,13 @@ def main() -> None:
         chunks = int(np.ceil(batch * (arguments.context - 8) / server.limits.max_num_tokens)) + 2
         steps = traced(server, prompts, STEPS + 2 * chunks, chunks, first)
         sizes = Sizes(batch, batch, batch, batch * arguments.context)
-        records += [who | row for row in profile_step(server, plan, known, steps, sizes, "decode")]
+        records += [who | row for row in profile_step(plan, pack, steps, sizes, "decode")]
     for text in filter(None, arguments.prefill.split(",")):
         length = int(text)
         server.run(random_prompts(1, length, vocab, 3), 1)
         steps = traced(server, random_prompts(1, length, vocab, 4), 1, 0, first)
         sizes = Sizes(length, 1, 1, length)
-        records += [who | row for row in profile_step(server, plan, known, steps, sizes, "prefill")]
+        records += [who | row for row in profile_step(plan, pack, steps, sizes, "prefill")]
     for step, size in {(r["step"], r["tokens"]): 0 for r in records if r.get("kind") == "profile"}:
         rows = [r for r in records if r.get("kind") == "profile" and (r["step"], r["tokens"]) == (step, size)]
         table(f"{step}, {size} tokens", rows, ["op", "count", "us", "limit_us", "pitch_us"])

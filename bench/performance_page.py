@@ -113,7 +113,8 @@ def accuracy_section(records: list[Record]) -> list[str]:
     """What each recipe costs on a real model, beside what is expected of it."""
     rows = [row for row in records if row["kind"] == "accuracy"]
     text = rows[0]["text"]["source"]
-    lines = ["## Accuracy of recipes: SmolLM2-135M-Instruct", "", environment_line(records), ""]
+    title = f"## Accuracy of recipes: SmolLM2-135M-Instruct, {rows[0]['asked']:,} tokens"
+    lines = [title, "", environment_line(records), ""]
     lines += [
         "The weights are those of the Q4_1 GGUF in float32, so they lie on a grid of 4 bits in blocks of 32 already:",
         "`int4-wo-g32-asym` finds that grid again and loses nothing, every other 4-bit recipe rounds a second time.",
@@ -300,7 +301,9 @@ def serving_section(records: list[Record]) -> list[str]:
 
 def profile_section(records: list[Record]) -> list[str]:
     """Where steps spend their time, op by op."""
-    lines = ["## Where a step spends its time on an H200", "", environment_line(records), ""]
+    tags = dict.fromkeys(row["tag"] for row in records if row["kind"] == "profile")
+    title = f"## Where a step spends its time on an H200: {', '.join(tags)}"
+    lines = [title, "", environment_line(records), ""]
     lines += [
         "The engine of the section above (`python bench/gpu_profile.py`). Microseconds from the end of the kernel",
         "before to an op's own end, summed over a step; the least that the card needs for its bytes (at 4.4 TB/s, each",
@@ -335,7 +338,8 @@ def gemm_section(records: list[Record]) -> list[str]:
     lines = ["## Products of few rows on an H200", "", environment_line(records), ""]
     lines += [
         "Microseconds a call inside of a CUDA graph, weights cold in L2 (`python bench/gpu_gemm.py`), layers of",
-        "Llama-3.1-8B; torch is cuBLAS. Only the kernel for one row is in engines: for more, the library is faster.",
+        "Llama-3.1-8B; torch is cuBLAS. Of these only the kernel for one row is in engines. For 2 to 32 rows they have",
+        "`stream_gemm`, newer than this run; for more, the library.",
         "",
     ]
     cells = []
@@ -389,12 +393,14 @@ def sampling_section(records: list[Record]) -> list[str]:
 SECTIONS = {
     "cpu": cpu_section,
     "accuracy": accuracy_section,
+    "accuracy-gpu": accuracy_section,
     "convert": convert_section,
     "trace": trace_section,
     "h200": serving_section,
     "h200-attention": attention_section,
     "h200-gemm": gemm_section,
     "h200-profile": profile_section,
+    "h200-profile-fp8": profile_section,
     "h200-sampling": sampling_section,
 }
 
