@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.console_blocks import Command, find_commands, first_missing, run_command
+from support.warm_command import serve_warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,12 +26,19 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Iterator[Path]:
+    """A folder with `llmbuild`."""
+    with serve_warm(tmp_path_factory.mktemp("warm")) as found:
+        yield found
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page, folder):
-    tools = Path(sys.executable).parent
+def test_page(page, folder, warm):
+    tools = (str(warm), str(Path(sys.executable).parent))
     environment = {
         **os.environ,
-        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "COLUMNS": "120",
         "NO_COLOR": "1",
         "OMP_NUM_THREADS": "2",

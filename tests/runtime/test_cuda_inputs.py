@@ -94,7 +94,9 @@ def test_buckets() -> None:
 
 
 GIB = 1 << 30
-NEEDS = Needs(weights=4 * GIB, arena=GIB // 4, counters=0, inputs=1 << 20, sampling=0, workspace=32 << 20, graphs=1 << 20)
+NEEDS = Needs(
+    weights=4 * GIB, arena=GIB // 4, counters=0, inputs=1 << 20, sampling=0, workspace=32 << 20, graphs=1 << 20
+)
 BIG = plan(
     limits=Limits(max_num_tokens=64, max_batch_size=8, table_stride=64, block_size=16),
     pools=tuple(Pool(name=f"{kind}.{layer}", dtype="bfloat16", width=64) for kind in "kv" for layer in range(4)),
