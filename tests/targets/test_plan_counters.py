@@ -46,7 +46,7 @@ def interpreter(forgets: bool) -> PlanInterpreter:
         logits_columns=1,
     )
     assert plan.problem() is None
-    return PlanInterpreter(SimpleNamespace(plan=plan, specs={"last_program": spec}, weights={}), num_blocks=1)  # type: ignore[arg-type]
+    return PlanInterpreter(SimpleNamespace(plan=plan, specs={"last_program": spec}, weights={}), num_blocks=1)
 
 
 def step() -> StepInput:
