@@ -9,6 +9,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle, _get_np_dtype
 
+from llmbuild.plugins.kernels.inline_ptx import run_ptx
 from llmbuild.plugins.kernels.number_formats import (
     bfloat16_to_float32,
     float8_to_float32,
@@ -42,13 +43,13 @@ class Memory:
             raise IndexError(f"{what} of {size} bytes outside all tensors; nearest: byte {place}")
 
 
-class InlineResult(NamedTuple):
-    """What inline assembly gives: one tensor."""
+class InlineResults(NamedTuple):
+    """What inline assembly gives: a tensor for each output."""
 
-    handle: TensorHandle
+    handles: tuple[TensorHandle, ...]
 
     def get_result(self, index: int) -> TensorHandle:
-        return self.handle
+        return self.handles[index]
 
 
 class ExactBuilder(InterpreterBuilder):
@@ -75,12 +76,16 @@ class ExactBuilder(InterpreterBuilder):
 
     def create_inline_asm(
         self, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
-    ) -> InlineResult:
+    ) -> InlineResults:
         if not asm.startswith("prefetch."):
-            raise NotImplementedError("inline assembly other than a prefetch")
+            kinds = [kind.scalar for kind in types]
+            sizes = [kind.primitive_bitwidth // 8 for kind in kinds]
+            results = run_ptx(asm, [value.data for value in values], sizes, pack)
+            pairs = zip(results, kinds, strict=True)
+            return InlineResults(tuple(TensorHandle(r.view(_get_np_dtype(kind)), kind) for r, kind in pairs))
         (addresses,) = values
         self.memory.check(addresses.data, np.array(True), 1, "a prefetch")
-        return InlineResult(TensorHandle(np.zeros(addresses.data.shape, dtype=np.int32), tl.int32))
+        return InlineResults((TensorHandle(np.zeros(addresses.data.shape, dtype=np.int32), tl.int32),))
 
     # -------------------------------------------------------------------------------------------------------- casts
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:

@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbuild.builder.targets.cuda.aot import compile_spec
 from llmbuild.plugins.kernels.attention_shape import SHARED_BYTES
+from llmbuild.plugins.kernels.block_few_gemm import BlockFewTiling, block_few_kernel, reads_few
 from llmbuild.plugins.kernels.block_gemm import block_gemm
 from llmbuild.plugins.kernels.block_layout import BlockShape, pack_int4, pack_int8
 from llmbuild.plugins.kernels.block_row_gemm import BlockRowTiling, block_row_kernel
 from llmbuild.plugins.kernels.block_tile_gemm import BlockTileTiling, block_tile_kernel
+from llmbuild.plugins.kernels.block_widen import widen_halves
 from llmbuild.plugins.kernels.embedding_blockwise import embedding_blockwise_spec
 from llmbuild.plugins.kernels.gemm_shape import FLOAT8, FLOATS, GemmShape, SmallKernel
 from support.gemm_cases import DTYPES, TOLERANCE, assert_near, block_weight, compute, launch
+from support.kernels import run
 
 GPTQ, Q4_1, PER_ROW = BlockShape(4, 128, 8), BlockShape(4, 32, 0, True), BlockShape(8, 4096, 128)
 HALVES = BlockShape(4, 48, 3, True)  # the halves of some units are of different blocks
@@ -88,12 +93,69 @@ def test_any_number_of_rows(shape, block, rows, swap, seed) -> None:
     check(kernel, shape, block, rows, seed)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    k=st.integers(1, 600),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+    bias=st.booleans(),
+    block=st.builds(
+        BlockShape,
+        bits=st.just(4),
+        block_size=st.sampled_from([128, 256, 600]),
+        zero=st.integers(0, 15),
+        has_offset=st.booleans(),
+        scale_dtype=st.sampled_from(sorted(FLOATS)),
+    ),
+    most_rows=st.sampled_from([8, 16]),
+    tiling=st.sampled_from([BlockFewTiling(16, 1, 1), BlockFewTiling(16, 2, 2), BlockFewTiling(32, 4, 4)]),
+    pdl=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_products_of_blocks(n, k, dtype, bias, block, most_rows, tiling, pdl, seed) -> None:
+    pdl = pdl and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0))
+    shape = GemmShape(n, k, dtype, bias)
+    assert reads_few(shape, block)
+    kernel = block_few_kernel(shape, block, 90, name="gemm", most_rows=most_rows, tiling=tiling, pdl=pdl)
+    for rows in (1, most_rows - 3):
+        check(kernel, shape, block, rows, seed)
+
+
+@triton.jit
+def widen_all(units, low, high, ZERO: tl.constexpr):
+    places = tl.arange(0, 256)
+    low_values, high_values = widen_halves(tl.load(units + places), ZERO, low.dtype.element_ty)
+    tl.store(low + places, low_values)
+    tl.store(high + places, high_values)
+
+
+@pytest.mark.parametrize("zero", range(16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_byte_widens_exactly(dtype: torch.dtype, zero: int) -> None:
+    units = torch.arange(256, dtype=torch.uint8)
+    low, high = torch.zeros(256, dtype=dtype), torch.zeros(256, dtype=dtype)
+    run(widen_all, (1,), units, low, high, ZERO=zero)
+    assert torch.equal(low.float(), (units & 15).float() - zero)
+    assert torch.equal(high.float(), (units >> 4).float() - zero)
+
+
+def test_sums_of_a_block_are_exact_where_float32_holds_them() -> None:
+    shape, block = GemmShape(16, 512, "float16"), BlockShape(4, 128, 8)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (16, 512), generator=generator, dtype=torch.uint8)
+    x = torch.randint(-2, 3, (3, 512), generator=generator).half()
+    scale = torch.full((16, 4), 0.25)
+    kernel = block_few_kernel(shape, block, 90, name="gemm", most_rows=8)
+    out = compute(kernel, x, 16, x.dtype, w=torch.from_numpy(pack_int4(q.numpy())), w_scale=scale)
+    assert torch.equal(out, (x.float() @ (q.float() - 8).T / 4).half())
+
+
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
 @pytest.mark.parametrize("block", [Q4_1, GPTQ, PER_ROW, HALVES], ids=str)
 def test_the_kernels_that_are_built_in(block: BlockShape, rows: int) -> None:
     shape = GemmShape(80, 288, bias=True)
     kernels = block_gemm(shape, block, 90, name="gemm")
-    assert [kernel.most_rows for kernel in kernels] == [1, 16, 64, None]
+    assert [kernel.most_rows for kernel in kernels] == [8 if block == GPTQ else 1, 16, 64, None]
     check(next(kernel for kernel in kernels if rows <= (kernel.most_rows or rows)), shape, block, rows)
 
 
@@ -142,7 +204,7 @@ def specs_of(block: BlockShape, sm: int, dtype: str = "bfloat16") -> list[Any]:
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("block", [Q4_1, PER_ROW], ids=str)
+@pytest.mark.parametrize("block", [Q4_1, GPTQ, PER_ROW], ids=str)
 def test_it_compiles(block: BlockShape, sm: int) -> None:
     for spec in specs_of(block, sm):
         assert compile_spec(spec, sm).launch.shared <= SHARED_BYTES[sm] * 1024, spec.name
