@@ -29,6 +29,7 @@ from records import emit, environment, table, write_results
 from torch import Tensor
 
 from llmbuild.engine.expressions import evaluate
+from llmbuild.plugins.kernels.block_few_gemm import BlockFewTiling, block_few_kernel, block_few_tiling, reads_few
 from llmbuild.plugins.kernels.block_layout import BlockShape
 from llmbuild.plugins.kernels.block_row_gemm import BlockRowTiling, block_row_kernel, block_row_tiling
 from llmbuild.plugins.kernels.block_tile_gemm import BlockTileTiling, block_tile_kernel, block_tile_tiling
@@ -52,12 +53,12 @@ FLOAT8_WEIGHTS = ("fp8", "w8a8")
 ROWS = (1, 8, 16, 64)
 EXPERTS = ExpertsShape(2048, 768, 128, 8)  # of Qwen3-30B-A3B
 TOKENS = (1, 16, 64, 2048)
-Tiling: TypeAlias = RowTiling | TileTiling | BlockRowTiling | BlockTileTiling
+Tiling: TypeAlias = RowTiling | TileTiling | BlockRowTiling | BlockTileTiling | BlockFewTiling
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel of one layer: that for one row, or for at most 16 or 64 rows. More rows have no kernel of ours."""
+    """One kernel of one layer: for one row, or for at most 8 (int4), 16 or 64. More rows have no kernel of ours."""
 
     weights: str
     layer: str
@@ -73,8 +74,16 @@ class Case:
     def item_bytes(self) -> float:
         return {"bf16": 2, "fp8": 1, "w8a8": 1, "int8": 1, "int4": 0.5}[self.weights]
 
+    @property
+    def few(self) -> bool:
+        """Whether `block_few_gemm` computes it."""
+        block = BLOCKS.get(self.weights)
+        return block is not None and self.most_rows <= 16 and reads_few(self.shape, block)
+
     def default(self, sm: int) -> Tiling:
         block = BLOCKS.get(self.weights)
+        if self.few:
+            return block_few_tiling(self.shape, max(8, self.most_rows))
         if self.most_rows == 1:
             return row_tiling(self.shape) if block is None else block_row_tiling(self.shape, block)
         if block is None:
@@ -88,6 +97,10 @@ class Case:
                 return row_kernel(self.shape, sm, name="gemm", tiling=tiling, pdl=pdl)
             case TileTiling():
                 return tile_kernel(self.shape, sm, name="gemm", most_rows=self.most_rows, tiling=tiling, pdl=pdl)
+            case BlockFewTiling():
+                assert block is not None
+                most = max(8, self.most_rows)
+                return block_few_kernel(self.shape, block, sm, name="gemm", most_rows=most, tiling=tiling, pdl=pdl)
             case BlockRowTiling():
                 assert block is not None
                 return block_row_kernel(self.shape, block, name="gemm", tiling=tiling, pdl=pdl)
@@ -98,7 +111,10 @@ class Case:
         """The sweep: the default, then others in a shuffled order."""
         found: list[Tiling]
         block = BLOCKS.get(self.weights)
-        if self.most_rows == 1:
+        if self.few:
+            grid = itertools.product((16, 32, 64), (4, 8, 16), (4, 8))
+            found = [BlockFewTiling(*sizes) for sizes in grid if sizes[1] >= sizes[2]]
+        elif self.most_rows == 1:
             found = list(self.row_tilings(block))
         elif block is None:
             found = list(self.tile_tilings(sm))
@@ -320,6 +336,14 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def groups(weights: str, wanted: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """(most rows of a kernel, those of the wanted numbers that it is for); 0: more than any is for."""
+    edges = [0, 1, *((8,) if weights == "int4" else ()), 16, 64]
+    found = [(high, tuple(r for r in wanted if low < r <= high)) for low, high in itertools.pairwise(edges)]
+    found.append((0, tuple(r for r in wanted if r > edges[-1])))
+    return [(most, rows) for most, rows in found if rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="formats, of " + ",".join(WEIGHTS))
@@ -334,15 +358,10 @@ def main() -> None:
     options = parser.parse_args()
     card = torch.cuda.get_device_properties(0)
     about = emit(**environment(["torch", "triton"]), gpu=card.name, multiprocessors=card.multi_processor_count)
-    wanted = sorted({int(text) for text in options.rows.split(",")})
-    groups = [(1, [r for r in wanted if r == 1]), (16, [r for r in wanted if 1 < r <= 16])]
-    groups += [(64, [r for r in wanted if 16 < r <= 64]), (0, [r for r in wanted if r > 64])]
     cases = [
-        (Case(weights, layer, most), tuple(rows))
-        for weights, layer, (most, rows) in itertools.product(
-            options.weights.split(","), options.layers.split(","), groups
-        )
-        if rows
+        (Case(weights, layer, most), rows)
+        for weights, layer in itertools.product(options.weights.split(","), options.layers.split(","))
+        for most, rows in groups(weights, sorted({int(text) for text in options.rows.split(",")}))
     ]
     sm = capability()
     most = options.most_tilings if options.tune else 1
