@@ -37,7 +37,8 @@ def print_layers_of(engine: Engine, *, as_json: bool = False) -> None:
         )
         for layer in listing["layers"]
     ]
-    title = f"{len(rows)} layers, {human_size(listing['memory']['weights'])} of weights"
+    beside = " beside the engine, put back when it is loaded" if listing.get("stripped") else ""
+    title = f"{len(rows)} layers, {human_size(listing['memory']['weights'])} of weights{beside}"
     print_table(title, ("profile", "kind", "weights", "outputs", "graph nodes"), rows)
     plugins = listing.get("plugins", {})
     if plugins:

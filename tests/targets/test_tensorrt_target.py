@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper
 
 from llmbuild.builder.options import BuildConfig, choose
 from llmbuild.builder.targets.base import CompileOptions, Limits
-from llmbuild.builder.targets.tensorrt import builder_options, target
+from llmbuild.builder.targets.tensorrt import builder_options, running, target
 from llmbuild.builder.targets.tensorrt.capabilities import TENSORRT
 from llmbuild.builder.targets.tensorrt.gpu_here import GpuHere, gpu_here
 from llmbuild.builder.targets.tensorrt.layers import inspected_layers
+from llmbuild.builder.targets.tensorrt.opened import allow_refitting, opened
 from llmbuild.builder.targets.tensorrt.profiles import most_slots, paged_profiles
 from llmbuild.builder.targets.tensorrt.running import LAYERS
 from llmbuild.cli.layers import print_layers_of
-from llmbuild.errors import ConfigError, DeviceError, UnsupportedError
+from llmbuild.engine.mapped import MappedWeights
+from llmbuild.errors import ConfigError, DeviceError, LLMBuildError, UnsupportedError
+from support.fake_tensorrt import FakeEngine, FakeTensorRT, write_weights
 from support.tensorrt_graphs import optimized
 
 LIMITS = Limits(max_batch_size=4, max_num_tokens=32, max_seq_len=40, block_size=8)
 STANDIN = Path(__file__).parents[1] / "support" / "standin"
 ADA = GpuHere("Ada", 89, 4)
+KEPT: list[Any] = []
 needs_rtx = pytest.mark.skipif("tensorrt_rtx" not in str(metadata.packages_distributions()), reason="no tensorrt-rtx")
 
 
@@ -75,6 +83,90 @@ def test_all_but_the_plugin_goes_through_a_builder(family, recipe, tmp_path, mon
     assert "Fields of the plugins" in shown and "kv_heads" in shown and "PluginV3" in shown
 
 
+# --------------------------------------------------------------------------------------------- engines without weights
+@needs_rtx
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("none", ("stripWeights",)),
+        pytest.param("int4-wo-g32", ("stripWeights",), marks=pytest.mark.slow),
+        pytest.param("none", ("stripWeights", "refit"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_stripped_engine_keeps_its_weights_beside_it(recipe, options, tmp_path, monkeypatch, capsys) -> None:
+    """The stand-in asks for every weight, the graph's constants too, and compares what comes with what was parsed."""
+    program = optimized(tmp_path, "mistral", recipe, dtype=torch.bfloat16)
+    made = compiled(program, tmp_path / "engine", monkeypatch, *options)
+    files = sorted(path.name for path in (tmp_path / "engine").rglob("*") if path.is_file())
+    assert files == ["layers.json", "model.onnx", "tensorrt.engine", "tensorrt.safetensors"]
+    assert made.section["weights"] == "weights/tensorrt.safetensors"
+    assert made.section["options"]["strip_weights"] and made.section["options"]["refit"] == ("refit" in options)
+    listing = json.loads((tmp_path / "engine" / LAYERS).read_text())
+    graph = onnx.load(tmp_path / "engine" / "plan/model.onnx", load_external_data=False).graph
+    outside = [each for each in graph.initializer if each.data_location == onnx.TensorProto.EXTERNAL]
+    # All can be asked for where the same weights come back; where others may come, those of the file.
+    assert listing["stripped"] == (len(outside) if "refit" in options else len(graph.initializer)) > 0
+    assert "constant" not in made.weight_bytes
+
+    engine = SimpleNamespace(manifest=SimpleNamespace(target=made), file=lambda name: tmp_path / "engine" / name)
+    print_layers_of(engine)  # type: ignore[arg-type]
+    assert "weights beside the engine" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_name_that_the_weights_lack_fails_the_build(tmp_path, monkeypatch) -> None:
+    """What TensorRT folded may have a name of TensorRT's own."""
+    write_weights(tmp_path / "w", {"a": ("F32", bytes(8))})
+    (tmp_path / "e").write_bytes(b"engine")
+    engine = FakeEngine(asks={"a": ("FLOAT", 2), "folded_7": ("FLOAT", 2)})
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(engine))
+    log = SimpleNamespace(errors=[], reason=lambda: "no reason")
+    order = {"engine": str(tmp_path / "e"), "options": {"strip_weights": True, "refit": False}}
+    result = opened(log, order, MappedWeights(tmp_path / "w"))
+    assert result["errors"] == [
+        "its engine without weights cannot be filled again: TensorRT asks for 1 weight(s) that the file does not hold: "
+        "folded_7"
+    ]
+    done = SimpleNamespace(returncode=0, stdout=json.dumps(result))
+    monkeypatch.setattr(running.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(LLMBuildError, match="folded_7") as caught:
+        running.run_builder({"engine": "plan/e"}, tmp_path, SimpleNamespace())  # type: ignore[arg-type]
+    assert "leave stripWeights out, or give refit beside it" in str(caught.value.hint)
+
+
+def parsed(weights: dict[str, np.ndarray]) -> tuple[Any, Any]:
+    """Return (network, configuration) of tensorrt-rtx for y = x @ w."""
+    import tensorrt_rtx as trt
+
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4]) for name in "xy")
+    held = [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], held)
+    log = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    parser = trt.OnnxParser(network, log)
+    assert parser.parse(model.SerializeToString())
+    KEPT.extend((builder, parser, log))  # the network refers to them
+    return network, builder.create_builder_config()
+
+
+@needs_rtx
+def test_weights_that_may_be_replaced_are_named_to_tensorrt(monkeypatch) -> None:
+    """By the name of their initializer, in the network that the vendor's parser made."""
+    import tensorrt_rtx
+
+    monkeypatch.setitem(sys.modules, "tensorrt", tensorrt_rtx)
+    network, config = parsed({"w": np.ones((4, 4), np.float32)})
+    order = {"options": {"strip_weights": True, "refit": True}, "initializers": ["w", "nobody"]}
+    assert allow_refitting(config, network, order) == ["nobody"]
+    flags = tensorrt_rtx.BuilderFlag
+    assert config.get_flag(flags.STRIP_PLAN) and config.get_flag(flags.REFIT_INDIVIDUAL)
+    assert not config.get_flag(flags.REFIT_IDENTICAL)
+    _, same = parsed({"w": np.ones((4, 4), np.float32)})
+    assert allow_refitting(same, network, {"options": {"strip_weights": True, "refit": False}}) == []
+    assert same.get_flag(flags.STRIP_PLAN) and same.get_flag(flags.REFIT_IDENTICAL)
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 def test_a_missing_package_is_said_with_its_versions() -> None:
     if TENSORRT.problem() is None:
@@ -120,7 +212,6 @@ def test_library_that_is_missing_behind_the_bindings(tmp_path, monkeypatch) -> N
     (tmp_path / "broken" / "tensorrt").mkdir(parents=True)
     (tmp_path / "broken" / "tensorrt" / "__init__.py").write_text("raise ImportError('libnvinfer.so.11: not found')")
     from llmbuild.builder.targets.tensorrt.running import run_builder
-    from llmbuild.errors import LLMBuildError
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
     order = {"module": "tensorrt", "engine": "plan/e"}
@@ -132,7 +223,6 @@ def test_library_that_is_missing_behind_the_bindings(tmp_path, monkeypatch) -> N
     ("option", "message"),
     [
         ("hardwareCompatibilityLevel=ampere+", "kernels are for the one GPU that the engine is built on"),
-        ("stripWeights", "nothing puts the weights back"),
         ("versionCompatible", "takes no plugin"),
         ("prefillBatchSize=2", "prompts are packed, not padded"),
         ("timingCacheFile=/nowhere/times", "timingCacheFile is '/nowhere/times'"),

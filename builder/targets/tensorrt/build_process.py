@@ -15,12 +15,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
-import mmap
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from llmbuild.engine.mapped import MappedWeights
 
 if TYPE_CHECKING:  # `build` puts tensorrt or tensorrt_rtx in its place
     import tensorrt as trt
@@ -62,29 +63,33 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
     log = make_log()
     full = order["module"] == "tensorrt"
     if full:
+        from llmbuild.builder.targets.tensorrt.opened import allow_refitting, opened
+
         provide_kernels(order["kernels"])
     builder = trt.Builder(log)
     if not full:
         builder.max_threads = 1
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
-    weights = Weights(Path(order["weights"]))
+    weights = MappedWeights(Path(order["weights"]))
     parser.load_model_proto(Path(order["model"]).read_bytes())
     for name in order["initializers"]:
-        address, size = weights.place(name)
-        if not parser.load_initializer(name, address, size):
+        place = weights.place(name)
+        if not parser.load_initializer(name, place.address, place.size):
             return {"errors": [f"the initializer {name} was not taken", *log.errors]}
     if not parser.parse_model_proto():
         found = [parser.get_error(at) for at in range(parser.num_errors)]
         return {"errors": log.errors, "refused": [[error.node_name(), error.desc()] for error in found]}
     config = configuration(builder, order)
     keep_times = timing_cache(config, order["timing_cache"]) if full else lambda: None
+    if full and (unknown := allow_refitting(config, network, order)):
+        return {"errors": [f"TensorRT knows no weight {unknown[0]!r} that could be replaced", *log.errors]}
     with Path(order["engine"]).open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, writer(file)):
             return {"errors": log.errors or ["the builder gave no reason"]}
     keep_times()
     result = {"log": log.kept, "network": network_layers(network)}
-    return {**result, **opened(log, Path(order["engine"]))} if full else result
+    return {**result, **opened(log, order, weights)} if full else result
 
 
 def make_log() -> Any:
@@ -101,6 +106,9 @@ def make_log() -> Any:
                 self.errors.append(message)
             elif message.startswith(("Layers:", "Total Activation Memory", "Total Weights Memory")):
                 self.kept.append(message)
+
+        def reason(self) -> str:
+            return "; ".join(self.errors[-3:]) or "TensorRT gives no reason"
 
     return Log()
 
@@ -128,37 +136,6 @@ def timing_cache(config: trt.IBuilderConfig, path: str | None) -> Callable[[], N
         file.write_bytes(bytes(times))
 
     return keep
-
-
-def opened(log: trt.ILogger, engine: Path) -> dict[str, Any]:
-    """Open the engine where it was built, which proves that it loads.
-
-    Returns:
-        {"inspector": what the engine says of its layers, JSON; "activations": bytes of each profile}, or {"errors"}.
-    """
-    runtime = trt.Runtime(log)
-    found = runtime.deserialize_cuda_engine(engine.read_bytes())
-    if found is None:
-        return {"errors": ["the engine that was built does not open", *log.errors]}
-    text = found.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
-    profiles = range(found.num_optimization_profiles)
-    return {"inspector": text, "activations": [found.get_device_memory_size_for_profile_v2(at) for at in profiles]}
-
-
-class Weights:
-    """A safetensors file, mapped. TensorRT reads from the mapping, so that there is no second copy of the model."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self._header = json.loads(file.read(length))
-            self._mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)) + 8 + length
-
-    def place(self, name: str) -> tuple[int, int]:
-        """Return address and size in bytes of a tensor."""
-        begin, end = self._header[name]["data_offsets"]
-        return self._start + begin, end - begin
 
 
 def writer(file: BinaryIO) -> trt.IStreamWriter:

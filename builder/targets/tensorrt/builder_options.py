@@ -23,8 +23,6 @@ NOT_RTX = {
     "hardwareCompatibilityLevel": "name the GPUs with --sm: one engine holds code for all of them",
 }
 NOT_TENSORRT = {
-    "stripWeights": "nothing puts the weights back when such an engine is loaded",
-    "refit": "nothing puts other weights into an engine",
     "versionCompatible": "the lean runtime that such engines carry takes no plugin, which attention is",
     "hardwareCompatibilityLevel": "the plugin's kernels are for the one GPU that the engine is built on",
     "prefillBatchSize": "prompts are packed, not padded: --max-num-tokens is what bounds them",
@@ -46,6 +44,9 @@ class BuilderOptions:
         tf32: Whether float32 products may round their inputs.
         sparsity: Whether 2:4 sparse weights are looked for.
         prefill_batch: Most prompts in one run. tensorrt-rtx only.
+        strip_weights: Whether the engine is written without weights, which lie beside it and are put back when it is
+            loaded. tensorrt only.
+        refit: Whether other weights may be put into the engine. tensorrt only.
         timing_cache: File of the times of kernels: read if it exists, and written. tensorrt only.
     """
 
@@ -58,6 +59,8 @@ class BuilderOptions:
     tf32: bool = True
     sparsity: bool = False
     prefill_batch: int = 4
+    strip_weights: bool = False
+    refit: bool = False
     timing_cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,5 +158,7 @@ READERS: dict[str, tuple[str, Any]] = {
     "noTF32": ("tf32", switch(False)),
     "sparsity": ("sparsity", sparse),
     "prefillBatchSize": ("prefill_batch", number(1, 1024)),
+    "stripWeights": ("strip_weights", switch(True)),
+    "refit": ("refit", switch(True)),
     "timingCacheFile": ("timing_cache", file),
 }

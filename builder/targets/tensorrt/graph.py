@@ -6,9 +6,11 @@ at the inputs and get their two axes back only where a sequence looks at its cac
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import onnx
+import onnx.numpy_helper
 from onnx import TensorProto
 
 from llmbuild.builder.ir import INPUT_NAMES, Program, raise_unsupported
@@ -17,6 +19,7 @@ from llmbuild.builder.targets.onnx_graph.emitter import Dialect, Emitter
 from llmbuild.builder.targets.onnx_graph.rule import is_size
 from llmbuild.builder.targets.tensorrt.lower.attention_paged import DOMAIN
 from llmbuild.builder.targets.tensorrt.lower.table import rules, unsupported
+from llmbuild.builder.targets.weight_file import CARRIERS, Entry, WeightFile
 
 MODEL, WEIGHTS = "plan/model.onnx", "weights/tensorrt.safetensors"
 LOGITS = "logits"
@@ -61,3 +64,13 @@ def write_model(emitter: Emitter, path: Path) -> onnx.ModelProto:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.SerializeToString(deterministic=True))
     return model
+
+
+def add_constants(weights: WeightFile, model: onnx.ModelProto) -> None:
+    """Add the small constants of a graph to its weights: TensorRT takes them out of an engine like any other."""
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            continue
+        array = onnx.numpy_helper.to_array(tensor)
+        bits = array.view(CARRIERS.get(array.dtype.name, array.dtype))
+        weights.add(tensor.name, Entry(array.shape, bits.dtype, partial(list, [bits]), "constant", array.dtype.name))

@@ -107,7 +107,9 @@ def run_builder(
     if "errors" in result:
         raise LLMBuildError(
             f"TensorRT cannot build this engine: {result['errors'][0]}",
-            hint="report it with the model's name; --target cuda and --target cpu do not go through TensorRT",
+            hint=result.get(
+                "hint", "report it with the model's name; --target cuda and --target cpu do not go through TensorRT"
+            ),
         )
     return result
 

@@ -4,6 +4,7 @@ It is built on the GPU that is to run it. What it leaves in the engine directory
 
     plan/model.onnx         the graph that was parsed, without weights and without the plugin's kernels
     plan/tensorrt.engine    the engine: weights and the plugin's kernels inside
+    weights/tensorrt.safetensors   with stripWeights: the weights, which are then not in the engine
     plan/layers.json        its layers after fusion, with the graph's nodes that they came from, profiles, memory, and
                             the fields of each plugin
 """
@@ -23,7 +24,7 @@ from llmbuild.builder.targets.onnx_graph.rule import is_size
 from llmbuild.builder.targets.tensorrt import builder_options
 from llmbuild.builder.targets.tensorrt.capabilities import TENSORRT
 from llmbuild.builder.targets.tensorrt.gpu_here import GpuHere, gpu_here
-from llmbuild.builder.targets.tensorrt.graph import MODEL, WEIGHTS, lower
+from llmbuild.builder.targets.tensorrt.graph import MODEL, WEIGHTS, add_constants, lower
 from llmbuild.builder.targets.tensorrt.layers import inspected_layers
 from llmbuild.builder.targets.tensorrt.lower.table import rules, why_not
 from llmbuild.builder.targets.tensorrt.plugin_kernels import compile_kernels
@@ -79,8 +80,11 @@ class TensorRTTarget:
         model, forms = add_plugins(emitter.model(program.info.name), limits, kernels.compile)
         (directory / MODEL).parent.mkdir(parents=True, exist_ok=True)
         (directory / MODEL).write_bytes(model.SerializeToString(deterministic=True))
-        emitter.weights.write(directory / WEIGHTS, options.progress)
         weight_bytes = emitter.weights.bytes_by_storage()
+        initializers = sorted(emitter.weights.entries)
+        if asked.strip_weights:
+            add_constants(emitter.weights, model)
+        emitter.weights.write(directory / WEIGHTS, options.progress)
         check_memory(sum(weight_bytes.values()))
         # Surgery made block_tables as wide as the limits say.
         inputs = input_shapes(emitter) | {"block_tables": ["B", table_stride(limits)]}
@@ -90,20 +94,22 @@ class TensorRTTarget:
             "model": MODEL,
             "weights": WEIGHTS,
             "engine": ENGINE,
-            "initializers": sorted(emitter.weights.entries),
+            "initializers": initializers,
             "profiles": shapes,
             "options": asked.to_dict(),
             "kernels": kernels.files,
             "timing_cache": asked.timing_cache,
         }
         result = run_builder(order, directory, program, also=GPU_ENVIRONMENT)
-        shutil.rmtree((directory / WEIGHTS).parent)
+        if not asked.strip_weights:
+            shutil.rmtree((directory / WEIGHTS).parent)
         shutil.rmtree(directory / KERNELS)
         listing = {
             "layers": inspected_layers(result["inspector"]),
             "memory": {"activations": result["activations"], "weights": sum(weight_bytes.values())},
             "profiles": shapes,
             "network": result["network"],
+            "stripped": result["refitted"],
             "plugins": {name: fields.form_values(form) for name, form in forms.items()},
         }
         write_listing(listing, directory)
@@ -114,6 +120,7 @@ class TensorRTTarget:
             "gpu": gpu.name,
             "plugin": {"fields": fields.VERSION, "program": plugin_program.VERSION},
             "engine": ENGINE,
+            "weights": WEIGHTS if asked.strip_weights else None,
             "model": MODEL,
             "layers": LAYERS,
             "table_stride": table_stride(limits),

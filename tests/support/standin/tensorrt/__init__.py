@@ -8,7 +8,11 @@ engine is not opened, as that takes a GPU: what an inspector would say is made u
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -17,7 +21,9 @@ from onnx import TensorProto, helper
 
 globals().update({name: getattr(_rtx, name) for name in dir(_rtx) if not name.startswith("__")})
 __version__ = "11.4.0.106"
-LOG: dict[str, Any] = {"plugins": {}, "preview": []}
+LOG: dict[str, Any] = {"plugins": {}, "weights": {}, "bytes": {}, "flags": []}
+WEIGHT_FLAGS = ("STRIP_PLAN", "REFIT_IDENTICAL", "REFIT_INDIVIDUAL")  # tensorrt-rtx takes them with a GPU alone
+TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "INT8": "INT8", "INT4": "INT4", "INT64": "INT64"}
 KINDS = {"str": "CHAR", "int": "INT64", "float": "FLOAT64"}
 
 
@@ -32,6 +38,13 @@ class Builder(_rtx.Builder):
         config.set_compute_capability(_rtx.ComputeCapability.SM89, 0)
         return config
 
+    def build_serialized_network_to_stream(self, network: Any, config: Any, writer: Any) -> bool:
+        for name in WEIGHT_FLAGS:
+            if config.get_flag(flag := getattr(_rtx.BuilderFlag, name)):
+                LOG["flags"].append(name)
+                config.clear_flag(flag)
+        return super().build_serialized_network_to_stream(network, config, writer)  # type: ignore[no-any-return]
+
 
 class OnnxParser:
     def __init__(self, network: Any, log: Any) -> None:
@@ -40,6 +53,9 @@ class OnnxParser:
     def load_model_proto(self, data: bytes) -> bool:
         model = onnx.load_from_string(data)
         types = {item.name: item.type.tensor_type.elem_type for item in model.graph.input}
+        for tensor in model.graph.initializer:
+            kind = TYPES.get(TensorProto.DataType.Name(tensor.data_type), "")
+            LOG["weights"][tensor.name] = (kind, math.prod(tensor.dims))
         nodes = []
         for node in model.graph.node:
             if node.op_type == "PagedAttention":
@@ -50,6 +66,10 @@ class OnnxParser:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
         return self._parser.load_model_proto(model.SerializeToString())  # type: ignore[no-any-return]
+
+    def load_initializer(self, name: str, address: int, size: int) -> bool:
+        LOG["bytes"][name] = ctypes.string_at(address, size)
+        return self._parser.load_initializer(name, address, size)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parser, name)
@@ -103,8 +123,8 @@ def stand_ins(node: onnx.NodeProto, kind: int) -> list[onnx.NodeProto]:
 class Runtime:
     def __init__(self, log: Any) -> None: ...
 
-    def deserialize_cuda_engine(self, engine: bytes) -> Any:
-        assert engine, "nothing was built"
+    def deserialize_cuda_engine(self, engine: mmap.mmap) -> Any:
+        assert isinstance(engine, mmap.mmap) and len(engine), "nothing was built, or it was read into memory"
         return Engine()
 
 
@@ -120,6 +140,41 @@ class Engine:
     def get_engine_information(self, kind: Any) -> str:
         assert kind == _rtx.LayerInformationFormat.JSON
         return json.dumps({"Layers": [layer(name, found) for name, found in LOG["plugins"].items()]})
+
+
+class Weights:
+    def __init__(self, kind: Any, address: int, count: int) -> None:
+        assert _rtx.Weights(kind, address, count).size == count
+        self.address, self.count = address, count
+
+
+class Refitter:
+    """Asks for the weights that the real builder would take out, all of them at worst, and compares what comes."""
+
+    def __init__(self, engine: Engine, log: Any) -> None:
+        kinds = {name: each for name, each in LOG["weights"].items() if each[0]}
+        if "REFIT_INDIVIDUAL" in LOG["flags"]:
+            kinds = {name: each for name, each in kinds.items() if name in LOG["bytes"]}
+        self._kinds, self._set = kinds, set[str]()
+
+    def get_all_weights(self) -> list[str]:
+        return list(self._kinds)
+
+    def get_weights_prototype(self, name: str) -> Any:
+        kind, count = self._kinds[name]
+        return SimpleNamespace(dtype=getattr(_rtx.DataType, kind), size=count)
+
+    def set_named_weights(self, name: str, weights: Any) -> bool:
+        assert weights.count == self._kinds[name][1]
+        self._set.add(name)
+        given = LOG["bytes"].get(name, b"")  # the graph's own constants came with the graph
+        return ctypes.string_at(weights.address, len(given)) == given
+
+    def get_missing_weights(self) -> list[str]:
+        return sorted(set(self._kinds) - self._set)
+
+    def refit_cuda_engine(self) -> bool:
+        return "STRIP_PLAN" in LOG["flags"] and not self.get_missing_weights()
 
 
 def layer(name: str, found: dict[str, Any]) -> dict[str, Any]:
