@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from llmbuild.errors import EngineStoppedError, RequestError
 from llmbuild.runtime.admission import Admission, Message, Prompt
 from llmbuild.runtime.core import EngineCore
-from llmbuild.runtime.executor import AsyncExecutor, Executor
+from llmbuild.runtime.executor import Executor
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.loading import LoadedEngine, load_engine
 from llmbuild.runtime.outputs import RequestOutput
@@ -59,8 +59,9 @@ class AsyncLLM:
         return llm
 
     def _set_up(self, loaded: LoadedEngine) -> None:
-        if isinstance(loaded.executor, AsyncExecutor):
-            loaded.executor.warm_up()  # a server is ready when its first request is as fast as the others
+        warm_up = getattr(loaded.executor, "warm_up", None)
+        if warm_up is not None:
+            warm_up()  # a server is ready when its first request is as fast as the others
         self.limits = loaded.limits
         self._admission = Admission(loaded.executor, loaded.limits, loaded.tokenizer)
         self._ids = itertools.count()

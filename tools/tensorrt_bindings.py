@@ -36,7 +36,9 @@ FUNCTIONS = (
 CHECKED = (
     "plugins/tensorrt/*.py",
     "builder/targets/tensorrt/build_process.py",
+    "builder/targets/tensorrt/opened.py",
     "runtime/executors/tensorrt/session.py",
+    "runtime/executors/tensorrt/streaming.py",
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,9 @@ from llmbuild.errors import ConfigError, EngineError, RequestError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.runtime.core import EngineCore
 from llmbuild.runtime.executors.tensorrt import executor as module
+from llmbuild.runtime.executors.tensorrt.checks import block_bytes
 from llmbuild.runtime.executors.tensorrt.executor import DECODE, RtxExecutor
+from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.request import make_request
 from llmbuild.runtime.sampling_params import SamplingParams
@@ -37,6 +39,12 @@ class TwinSession:
         self.vocab_size = self._session.get_outputs()[-1].shape[-1]
         self.ran: list[tuple[int, tuple[int, ...]]] = []
         self.closed = False
+        self.room: int | None = None
+
+    def prepare(self, profiles: Sequence[int], room: int | None) -> int:
+        assert list(profiles) == [0, 1]
+        self.room = room
+        return 0
 
     def run(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
         self.ran.append((profile, shapes["input_ids"]))
@@ -67,6 +75,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> tuple:
         "engine": "plan/e.engine",
         "slots": SLOTS,
         "prefill_batch": 2,
+        "options": {"weight_streaming": False},
     }
     manifest = SimpleNamespace(
         target=SimpleNamespace(section=section),
@@ -156,6 +165,21 @@ def test_too_little_memory(lowered: tuple) -> None:
         load(lowered, FakeDevice(sm=89, total=1 << 15))
 
 
+def test_weights_get_what_the_slots_leave(lowered: tuple) -> None:
+    """Of an engine that may leave them in host memory: fewer slots, more weights."""
+    _, twin, engine = lowered
+    section = {**engine.manifest.target.section, "options": {"weight_streaming": True}}
+    manifest = SimpleNamespace(**{**vars(engine.manifest), "target": SimpleNamespace(section=section)})
+    streams = SimpleNamespace(manifest=manifest, path=engine.path, file=engine.file)
+    _, all_slots, _ = load((None, twin, streams))
+    _, one_slot, _ = load((None, twin, streams), num_blocks=1)
+    a_slot = block_bytes(manifest.kv_cache)
+    assert all_slots.room is not None and one_slot.room is not None
+    assert one_slot.room - all_slots.room >= (SLOTS - 1) * a_slot
+    assert all_slots.room + SLOTS * a_slot < (1 << 30) - HEADROOM
+    assert load(lowered)[1].room is None
+
+
 def test_more_slots_than_sequences(lowered: tuple) -> None:
     with pytest.raises(ConfigError, match="5 KV blocks are asked for, but a block of this engine is a whole sequence"):
         load(lowered, num_blocks=5)
@@ -173,7 +197,7 @@ def test_the_session_asks_the_bindings_for_what_they_have() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     used = {
         trt.Runtime: ["deserialize_cuda_engine"],
-        trt.ICudaEngine: ["create_runtime_config", "create_execution_context", "num_optimization_profiles"],
+        trt.ICudaEngine: ["create_runtime_config", "create_execution_context", "get_tensor_shape"],
         trt.IRuntimeConfig: ["cuda_graph_strategy", "create_runtime_cache", "set_runtime_cache"],
         trt.IRuntimeCache: ["deserialize", "serialize"],
         trt.IExecutionContext: [

@@ -35,6 +35,7 @@ class FakeEngine:
     filled: dict[str, bytes] = field(default_factory=dict)
     num_optimization_profiles: int = 2
     events: list[str] = field(default_factory=list)
+    strategies: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._budget = self.streamable
@@ -63,8 +64,15 @@ class FakeEngine:
         assert name == "logits"
         return -1, 32
 
+    def create_runtime_config(self) -> Any:
+        return SimpleNamespace(create_runtime_cache=lambda: self, set_runtime_cache=lambda cache: None)
+
+    def serialize(self) -> bytes:
+        return b"kernels"
+
     def create_execution_context(self, config: Any = None) -> FakeContext:
-        self.events.append(f"context {config}")
+        self.events.append("context")
+        self.strategies.append(config)
         self.contexts.append(FakeContext(self))
         return self.contexts[-1]
 
@@ -131,6 +139,7 @@ class FakeTensorRT:
 
     __version__ = "11.4.0.106"
     DataType, Weights, Refitter = DataType, Weights, Refitter
+    CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="WHOLE_GRAPH_CAPTURE")
     ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="USER_MANAGED")
     LayerInformationFormat = SimpleNamespace(JSON="JSON")
 

@@ -49,8 +49,9 @@ def opened(log: Any, order: dict[str, Any], weights: MappedWeights) -> dict[str,
     """
     import tensorrt as trt
 
+    runtime = trt.Runtime(log)  # lives as long as its engine
     with mapped_file(Path(order["engine"])) as content:
-        engine = trt.Runtime(log).deserialize_cuda_engine(content)
+        engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         return {"errors": ["the engine that was built does not open", *log.errors]}
     refitted = 0

@@ -62,9 +62,14 @@ def slot_bytes(cache: KVCacheSection, layer: int, name: str) -> int:
     return form.num_kv_heads * cache.block_size * width * ITEM_BYTES[cache.dtype]
 
 
+def block_bytes(cache: KVCacheSection) -> int:
+    """Bytes of one slot, or block, of all layers."""
+    return sum(slot_bytes(cache, layer, name) for layer in range(len(cache.layers)) for name in ("keys", "values"))
+
+
 def check_memory(device: Device, slots: int, cache: KVCacheSection, engine_bytes: int) -> None:
     """Raise EngineError when the engine and its slots do not fit into the free memory of the GPU."""
-    a_slot = sum(slot_bytes(cache, layer, name) for layer in range(len(cache.layers)) for name in ("keys", "values"))
+    a_slot = block_bytes(cache)
     free, _ = device.memory()
     need = engine_bytes + slots * a_slot
     if need > free:
@@ -107,8 +112,25 @@ def check_plugin(section: Mapping[str, Any], engine: Path) -> None:
         )
 
 
+def check_fraction(fraction: float) -> None:
+    """Raise ConfigError when a fraction of the memory is not in (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"kv_memory_fraction is {fraction}", hint="allowed: more than 0, at most 1")
+
+
+def check_activations(device: Device, size: int) -> None:
+    """Raise EngineError when activations do not fit beside the engine."""
+    free, _ = device.memory()
+    if size > free:
+        raise EngineError(
+            f"activations need {human_size(size)} of GPU memory; {human_size(free)} are free beside the engine",
+            where=f"GPU {device.ordinal}, {device.name}",
+            hint="end other processes that use the GPU, or convert the model again with a smaller --max-num-tokens",
+        )
+
+
 def check_engine_fits(device: Device, engine_bytes: int) -> None:
-    """Raise EngineError when the engine alone is larger than the free memory of the GPU."""
+    """Raise EngineError when the engine, weights included, is larger than the free memory of the GPU."""
     free, _ = device.memory()
     if engine_bytes > free:
         raise EngineError(
@@ -125,24 +147,22 @@ def choose_blocks(
 
     Args:
         asked: What the user asks for, or None for what fits.
-        fraction: Of the free memory that `used` leaves.
+        fraction: Of the free memory that `used` leaves, in (0, 1].
         most: Blocks that can ever be of use, or that the engine takes.
         sequence: Blocks of the longest sequence.
         used: Bytes that will be allocated besides.
 
     Raises:
-        ConfigError: The fraction is not in (0, 1], or more is asked for than the engine takes.
+        ConfigError: More is asked for than the engine takes.
         EngineError: What is asked for, or one sequence, does not fit.
     """
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"kv_memory_fraction is {fraction}", hint="allowed: more than 0, at most 1")
     if asked is not None and asked > most:
         raise ConfigError(
             f"{asked} KV blocks are asked for, and the engine takes {most}",
             where="kv_cache_blocks",
             hint=f"give at most {most}",
         )
-    block = sum(slot_bytes(cache, layer, name) for layer in range(len(cache.layers)) for name in ("keys", "values"))
+    block = block_bytes(cache)
     left = max(device.memory()[0] - used, 0)
     fitting = left // block if asked is not None else min(most, int(left * fraction) // block)
     need = sequence if asked is None else asked

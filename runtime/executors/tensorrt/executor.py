@@ -1,6 +1,6 @@
 """`RtxExecutor`: runs engines of tensorrt-rtx. No torch: tensorrt-rtx, cuda.bindings and numpy.
 
-load    GPU ⇒ checks ⇒ engine ⇒ slots, zeroed
+load    GPU ⇒ checks ⇒ engine ⇒ weights on the GPU, as many as fit beside the slots ⇒ slots, zeroed
 step    cut into runs over neighbouring slots ⇒ for each: small arrays to the GPU ⇒ engine ⇒ logits to the host ⇒ sample
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbuild.runtime.executor import StepInput
-from llmbuild.runtime.executors.tensorrt.checks import check_gpu, check_memory, check_slots, slot_bytes
+from llmbuild.runtime.executors.tensorrt.checks import block_bytes, check_gpu, check_memory, check_slots, slot_bytes
 from llmbuild.runtime.executors.tensorrt.slots import Run, SlotRuns
+from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 
 if TYPE_CHECKING:
     from llmbuild.engine.reader import Engine
@@ -69,7 +70,8 @@ class RtxExecutor:
         gpu: Any = make_device(device)
         self._device = gpu
         check_gpu(gpu, section, engine.path)
-        check_memory(gpu, self.num_blocks, cache, file.stat().st_size)
+        streams = section["options"]["weight_streaming"]  # then weights get what the slots leave
+        check_memory(gpu, self.num_blocks, cache, 0 if streams else file.stat().st_size)
         self._stream = gpu.stream()
         digest = next(entry.sha256 for entry in manifest.files if entry.path == section["engine"])
         kept = Path(runtime_cache) if runtime_cache is not None else cache_file(digest, gpu.sm)
@@ -87,14 +89,16 @@ class RtxExecutor:
             for index, layer in enumerate(cache.layers)
             for name, width in (("keys", layer.head_dim), ("values", layer.v_head_dim))
         }
+        tokens = max(manifest.limits.max_num_tokens * section["prefill_batch"], self.num_blocks)
+        self._input_bytes = 4 * (2 * tokens + self.block_size + 3 * self.num_blocks) + 5 * ALIGNMENT
+        rows = max(self.num_blocks, section["prefill_batch"])
+        logits_bytes = rows * self._vocab_size * 4
+        besides = self._input_bytes + logits_bytes + self.num_blocks * block_bytes(cache) + HEADROOM
+        self._session.prepare((PREFILL, DECODE), gpu.memory()[0] - besides if streams else None)
         self._slots = {name: gpu.allocate(self.num_blocks * size) for name, size in self._slot_bytes.items()}
         for name, address in self._slots.items():  # a weight of 0 times a NaN would be one
             gpu.fill(address, 0, self.num_blocks * self._slot_bytes[name], self._stream)
-        tokens = max(manifest.limits.max_num_tokens * section["prefill_batch"], self.num_blocks)
-        self._input_bytes = 4 * (2 * tokens + self.block_size + 3 * self.num_blocks) + 5 * ALIGNMENT
         self._inputs, self._staged = gpu.allocate(self._input_bytes), gpu.allocate_host(self._input_bytes)
-        rows = max(self.num_blocks, section["prefill_batch"])
-        logits_bytes = rows * self._vocab_size * 4
         self._logits, self._result = gpu.allocate(logits_bytes), gpu.allocate_host(logits_bytes)
 
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:

@@ -1,11 +1,15 @@
 """`TensorRTExecutor`: runs engines of the full TensorRT. No torch: tensorrt, cuda.bindings and numpy.
 
-load    GPU ⇒ checks ⇒ engine ⇒ KV pools in the memory that is left
+load    GPU ⇒ checks ⇒ engine ⇒ weights, if they are not in it ⇒ KV pools in the memory that is left
 step    packed arrays to the GPU, one copy ⇒ engine, which writes the pools in place ⇒ logits to the host ⇒ sample
+
+A decode step is padded to one of a few batch sizes and captured in a CUDA graph. Padding rows write into a block behind
+those that are handed out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +17,26 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbuild.runtime.executor import StepInput
+from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
+from llmbuild.runtime.executors.cuda.memory import GRAPH_BYTES
 from llmbuild.runtime.executors.tensorrt.checks import (
+    block_bytes,
     check_engine_fits,
+    check_fraction,
     check_plugin,
     check_same_gpu,
     choose_blocks,
     slot_bytes,
 )
+from llmbuild.runtime.executors.tensorrt.graphs import StepGraphs, padded
+from llmbuild.runtime.executors.tensorrt.inputs import StepArea
+from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 
 if TYPE_CHECKING:
     from llmbuild.engine.reader import Engine
     from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
 
 MIXED, DECODE = 0, 1  # profiles of the engine, in the order in which it was built
-ALIGNMENT = 256
 
 
 class TensorRTExecutor:
@@ -37,7 +47,14 @@ class TensorRTExecutor:
         num_blocks: Blocks of the KV pool; None for what fits.
         kv_memory_fraction: How much of the memory that the engine leaves free may hold KV blocks.
         device: Number of the GPU.
+        graphs: Capture decode steps in CUDA graphs.
         make_device, make_session: Put stand-ins in place, for tests.
+
+    If the engine may leave weights in host memory, as many lie on the GPU as fit beside `num_blocks`, or, if that is
+    None, beside one sequence of the greatest length.
+
+    Warns:
+        RuntimeWarning: A decode step cannot be captured. Steps go on without graphs.
 
     Raises:
         EngineError: No GPU, another kind of GPU than the engine was built on, a plugin of another version, too little
@@ -52,6 +69,7 @@ class TensorRTExecutor:
         num_blocks: int | None = None,
         kv_memory_fraction: float = 0.9,
         device: int = 0,
+        graphs: bool = True,
         make_device: Callable[[int], Any] | None = None,
         make_session: Callable[..., Any] | None = None,
     ) -> None:
@@ -67,42 +85,55 @@ class TensorRTExecutor:
         section, cache, limits = manifest.target.section, manifest.kv_cache, manifest.limits
         self.block_size = cache.block_size
         self._max_rows, self._stride = limits.max_batch_size, int(section["table_stride"])
+        check_fraction(kv_memory_fraction)
         file = engine.file(section["engine"])
+        weights = engine.file(section["weights"]) if section["weights"] is not None else None
+        streams = section["options"]["weight_streaming"]
         gpu: Any = make_device(device)
         self._device = gpu
         check_same_gpu(gpu, section, engine.path)
         check_plugin(section, engine.path)
-        check_engine_fits(gpu, file.stat().st_size)
+        if not streams:
+            check_engine_fits(gpu, sum(each.stat().st_size for each in (file, weights) if each is not None))
         self._stream = gpu.stream()
-        self._session = make_session(file, gpu, self._stream)
+        self._session = make_session(file, gpu, self._stream, weights)
         self._vocab_size = self._session.vocab_size
 
-        # Each array of a step at its largest, one behind the other.
         batch, tokens = limits.max_batch_size, limits.max_num_tokens
-        counts = [tokens] * 3 + [batch * self._stride, batch, batch + 1, batch]
-        self._places = dict(zip(StepInput._fields, places(counts), strict=True))
-        input_bytes = places(counts)[-1] + counts[-1] * 4
+        self._area = StepArea(batch=batch, tokens=tokens, stride=self._stride)
         logits_bytes = batch * self._vocab_size * 4
+        self._buckets = batch_buckets(min(batch, tokens)) if graphs else ()
+        spare = 1 if graphs else 0  # the block of padding rows
+        used = self._area.num_bytes + logits_bytes + spare * block_bytes(cache) + GRAPH_BYTES * len(self._buckets)
+
+        # Context 0 is for any step; the others are for decode steps, one for each batch size that is captured.
+        free, room = gpu.memory()[0], None
+        if streams:
+            least = math.ceil(self._stride / kv_memory_fraction) if num_blocks is None else num_blocks
+            room = free - used - least * block_bytes(cache) - HEADROOM
+        taken = self._session.prepare([MIXED, *[DECODE] * max(1, len(self._buckets))], room)
+        unseen = max(0, taken - (free - gpu.memory()[0]))  # what TensorRT allocates later
+        self._graphs = StepGraphs(gpu, self._session, self._stream)
         self.num_blocks = choose_blocks(
             gpu,
             cache,
             asked=num_blocks,
             fraction=kv_memory_fraction,
-            most=min(self._stride * batch, section["most_slots"] // self.block_size),
+            most=min(self._stride * batch, section["most_slots"] // self.block_size - spare),
             sequence=self._stride,
-            used=input_bytes + logits_bytes,
+            used=used + unseen,
         )
-        self._inputs, self._staged = gpu.allocate(input_bytes), gpu.allocate_host(input_bytes)
+        self._area.allocate(gpu)
         self._logits, self._result = gpu.allocate(logits_bytes), gpu.allocate_host(logits_bytes)
         self._pools: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for index, layer in enumerate(cache.layers):
             for name, width in (("keys", layer.head_dim), ("values", layer.v_head_dim)):
-                size = self.num_blocks * slot_bytes(cache, index, name)
+                size = (self.num_blocks + spare) * slot_bytes(cache, index, name)
                 address = gpu.allocate(size)
                 gpu.fill(address, 0, size, self._stream)  # a weight of 0 times a NaN would be one
                 self._pools[f"{name}.{index}"] = address
-                slots = self.num_blocks * self.block_size
+                slots = (self.num_blocks + spare) * self.block_size
                 self._shapes[f"{name}.{index}"] = (slots, layer.num_kv_heads, width)
         # A pool goes in and comes out at one address: the plugin refuses anything else.
         self._pool_addresses = {**self._pools, **{f"{name}.out": place for name, place in self._pools.items()}}
@@ -119,22 +150,33 @@ class TensorRTExecutor:
         groups = [wanted[at : at + self._max_rows] for at in range(0, len(wanted), self._max_rows)] or [wanted]
         return np.concatenate([self._run(step._replace(logits_indices=group)) for group in groups])
 
+    def warm_up(self) -> None:
+        """Capture all graphs, so that no step has to."""
+        self._device.make_current()
+        nothing = StepInput(*(np.zeros(0, np.int32) for _ in StepInput._fields))
+        nothing = nothing._replace(block_tables=np.zeros((0, self._stride), np.int32))
+        for bucket in self._buckets:
+            self._run_captured(nothing, bucket)
+            self._device.synchronize(self._stream)
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The batch sizes that have a graph."""
+        return tuple(self._buckets[context - DECODE] for context in self._graphs.captured)
+
     def _run(self, step: StepInput) -> npt.NDArray[np.float32]:
-        rows = len(step.logits_indices)
-        tables = np.zeros((len(step.seq_lens), self._stride), np.int32)
+        rows, sequences = len(step.logits_indices), len(step.seq_lens)
+        tables = np.zeros((sequences, self._stride), np.int32)
         tables[:, : step.block_tables.shape[1]] = step.block_tables
         # A step makes at least one row of logits, which nobody has to look at.
         wanted = step.logits_indices if rows else np.zeros(1, np.int32)
-        arrays = step._replace(block_tables=tables, logits_indices=wanted)._asdict()
-        shapes, addresses, end = dict(self._shapes), {**self._pool_addresses, "logits": self._logits}, 0
-        for name, array in arrays.items():
-            begin, data = self._places[name], np.ascontiguousarray(array, np.int32)
-            end = begin + data.nbytes
-            self._staged.bytes[begin:end] = data.reshape(-1).view(np.uint8)
-            shapes[name], addresses[name] = data.shape, self._inputs + begin
-        self._device.upload(self._inputs, self._staged.address, end, self._stream)
-        profile = DECODE if len(step.input_ids) == len(step.seq_lens) else MIXED
-        self._session.run(profile, shapes, addresses)
+        step = step._replace(block_tables=tables, logits_indices=wanted)
+        # No sequence is without a token. A graph makes one row of logits for each.
+        if self._buckets and len(step.input_ids) == sequences >= rows:
+            self._run_captured(step, bucket_of(sequences, self._buckets))
+        else:
+            decode = not self._buckets and len(step.input_ids) == sequences
+            self._session.run(DECODE if decode else MIXED, *self._send(step))
         size = rows * self._vocab_size * 4
         if size:
             self._device.download(self._result.address, self._logits, size, self._stream)
@@ -143,21 +185,23 @@ class TensorRTExecutor:
         logits: npt.NDArray[np.float32] = self._result.bytes[:size].view(np.float32)
         return logits.reshape(rows, self._vocab_size).copy()
 
+    def _run_captured(self, step: StepInput, bucket: int) -> None:
+        """Put a decode step into the stream, padded to `bucket` sequences."""
+        step = padded(step, bucket, block=self.num_blocks, block_size=self.block_size)
+        self._graphs.run(DECODE + self._buckets.index(bucket), *self._send(step))
+
+    def _send(self, step: StepInput) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """Put the copy of a step into the stream; return shapes and addresses of all that goes in and out."""
+        shapes, addresses = self._area.send(step, self._stream)
+        return {**self._shapes, **shapes}, {**self._pool_addresses, **addresses, "logits": self._logits}
+
     def close(self) -> None:
         self._device.make_current()
+        self._graphs.close()
         self._session.close()
-        for address in (*self._pools.values(), self._inputs, self._logits):
+        for address in (*self._pools.values(), self._logits):
             self._device.free(address)
-        for memory in (self._staged, self._result):
-            self._device.free_host(memory)
+        self._area.free()
+        self._device.free_host(self._result)
         self._device.free_stream(self._stream)
         self._device.close()
-
-
-def places(counts: list[int]) -> list[int]:
-    """Return where arrays of so many int32 begin, each at a multiple of 256 bytes."""
-    begins, end = [], 0
-    for count in counts:
-        begins.append(end)
-        end += -(-4 * count // ALIGNMENT) * ALIGNMENT
-    return begins

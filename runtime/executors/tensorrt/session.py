@@ -1,4 +1,8 @@
-"""All that is asked of TensorRT's runtimes: open an engine, a context for each profile, bind addresses, enqueue.
+"""All that is asked of TensorRT's runtimes: open an engine, make contexts, bind addresses, enqueue.
+
+    session = PluginSession(...)    opened, and filled with weights if it was stripped of them
+    session.prepare([0, 1], room)   weights divided between GPU and host, where the engine allows that; then contexts
+    session.run(1, ...)             a step, in one of the contexts
 
 Never executed where llmbuild is developed: TensorRT-RTX runs on no GPU there, the full TensorRT cannot be installed.
 Kept so small that it can be read; calls are checked against the vendor's bindings and their types.
@@ -7,11 +11,15 @@ Kept so small that it can be read; calls are checked against the vendor's bindin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmbuild.engine.mapped import MappedWeights, mapped_file
 from llmbuild.errors import EngineError, LLMBuildError
+from llmbuild.runtime.executors.tensorrt.checks import check_activations
+from llmbuild.runtime.executors.tensorrt.log import make_log
+from llmbuild.runtime.executors.tensorrt.streaming import fit_weights
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -36,7 +44,8 @@ class Session:
         self._name, self._stream = name, stream
         self._log = make_log(module)
         self._runtime: trt.Runtime = module.Runtime(self._log)
-        self._engine: trt.ICudaEngine = self._runtime.deserialize_cuda_engine(engine.read_bytes())
+        with mapped_file(engine) as content:
+            self._engine: trt.ICudaEngine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             package = name.lower()
             raise EngineError(
@@ -46,36 +55,74 @@ class Session:
             )
         self._contexts: list[trt.IExecutionContext] = []
 
-    def _open_contexts(self, *config: Any) -> None:
-        """Make a context for each profile. config: a runtime's configuration, where it has one."""
-        for profile in range(self._engine.num_optimization_profiles):
-            context = self._engine.create_execution_context(*config)
+    def prepare(self, profiles: Sequence[int], room: int | None = None) -> int:
+        """Make contexts, numbered from 0; once.
+
+        Args:
+            profiles: Of the engine, one for each context.
+            room: Bytes of GPU memory for weights and activations, of an engine whose weights may stay in host memory.
+
+        Returns:
+            Bytes of GPU memory that weights and activations of such an engine take, perhaps later; 0 if `room` is None.
+
+        Raises:
+            EngineError: Activations do not fit, or TensorRT refuses.
+        """
+        places, taken = self._activations(len(profiles)), 0
+        if room is not None:
+            weights = fit_weights(self._engine, room, activations=places)
+            taken = weights + places * self._engine.device_memory_size_v2
+        for profile in profiles:
+            context = self._context()
             if context is None or not context.set_optimization_profile_async(profile, int(self._stream)):
                 raise EngineError(
                     f"{self._name} cannot prepare profile {profile} of the engine: {self._log.reason()}",
                     hint="free memory of the GPU, or load the engine with fewer kv_cache_blocks",
                 )
             self._contexts.append(context)
+        return taken
+
+    def _activations(self, contexts: int) -> int:
+        """Return how many places for activations there are: each context has its own."""
+        return contexts
+
+    def _context(self) -> trt.IExecutionContext | None:
+        raise NotImplementedError
 
     @property
     def vocab_size(self) -> int:
         return int(self._engine.get_tensor_shape("logits")[1])
 
-    def run(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
+    def run(self, context: int, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
         """Put one execution into the stream.
 
         Args:
+            context: Its number.
             shapes: Of every input.
             addresses: Of every input and output.
 
         Raises:
             LLMBuildError: TensorRT refuses.
         """
-        context = self._contexts[profile]
-        done = all(context.set_input_shape(name, shape) for name, shape in shapes.items())
-        done = done and all(context.set_tensor_address(name, address) for name, address in addresses.items())
-        if not (done and context.execute_async_v3(int(self._stream))):
-            raise LLMBuildError(f"{self._name} did not run the step: {self._log.reason()}", where=f"profile {profile}")
+        self._log.forget()
+        bound = self._contexts[context]
+        done = all(bound.set_input_shape(name, shape) for name, shape in shapes.items())
+        done = done and all(bound.set_tensor_address(name, address) for name, address in addresses.items())
+        if not done:
+            raise self._refused(context)
+        self.run_again(context)
+
+    def run_again(self, context: int) -> None:
+        """Put the execution that a context ran last into the stream once more: same shapes, same addresses."""
+        if not self._contexts[context].execute_async_v3(int(self._stream)):
+            raise self._refused(context)
+
+    def reason(self) -> str:
+        """Return what TensorRT complained of last."""
+        return str(self._log.reason())
+
+    def _refused(self, context: int) -> LLMBuildError:
+        return LLMBuildError(f"{self._name} did not run the step: {self.reason()}", where=f"context {context}")
 
     def close(self) -> None:
         """Let go of the engine."""
@@ -97,7 +144,10 @@ class RtxSession(Session):
         if cache is not None and cache.is_file():
             self._cache.deserialize(cache.read_bytes())
         config.set_runtime_cache(self._cache)
-        self._open_contexts(config)
+        self._config = config
+
+    def _context(self) -> trt.IExecutionContext | None:
+        return self._engine.create_execution_context(self._config)
 
     def close(self) -> None:
         """Keep what was compiled, and let go of the engine."""
@@ -111,33 +161,43 @@ class RtxSession(Session):
 class PluginSession(Session):
     """An engine of the full TensorRT. The plugin is registered before TensorRT looks for it.
 
+    Its contexts never run at the same time and share one place for activations: a captured graph belongs to the state
+    of its context, so that there is a context for each graph.
+
+    Args:
+        weights: The file with the weights of an engine that was stripped of them.
+
     Raises:
         ConfigError: TensorRT's version will not do.
     """
 
-    def __init__(self, engine: Path, device: Device, stream: Any) -> None:
+    def __init__(self, engine: Path, device: Device, stream: Any, weights: Path | None = None) -> None:
         from llmbuild.plugins.tensorrt import register
         from llmbuild.plugins.tensorrt.bindings import require_plugins
+        from llmbuild.plugins.tensorrt.refit import refit
 
         module = require_plugins().module
         register()
         super().__init__(module, "TensorRT", engine, device, stream)
-        self._open_contexts()
+        if weights is not None:
+            refit(module, self._engine, self._log, MappedWeights(weights))
+        self._device, self._memory = device, 0
+        self._strategy = module.ExecutionContextAllocationStrategy.USER_MANAGED
 
+    def _activations(self, contexts: int) -> int:
+        return 1
 
-def make_log(module: Any) -> Any:
-    """A logger that keeps the last errors."""
+    def _context(self) -> trt.IExecutionContext | None:
+        size = self._engine.device_memory_size_v2  # at any profile
+        if not self._memory:
+            check_activations(self._device, size)
+            self._memory = self._device.allocate(size)
+        context = self._engine.create_execution_context(self._strategy)
+        if context is not None:
+            context.set_device_memory(self._memory, size)
+        return context
 
-    class Log(module.ILogger):
-        def __init__(self) -> None:
-            module.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (module.ILogger.ERROR, module.ILogger.INTERNAL_ERROR):
-                self.errors = [*self.errors[-3:], message]
-
-        def reason(self) -> str:
-            return "; ".join(self.errors) or "it gives no reason"
-
-    return Log()
+    def close(self) -> None:
+        super().close()
+        if self._memory:
+            self._device.free(self._memory)
