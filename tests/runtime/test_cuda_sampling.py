@@ -113,6 +113,29 @@ def test_warm_up_captures_each_way_of_sampling(device_engine: Path, gpus: list[F
     executor.close()
 
 
+def test_a_decoding_batch_that_stays_as_it_is_costs_one_copy_and_one_graph(
+    device_engine: Path, gpus: list[FakeDevice]
+) -> None:
+    per_step = []
+    with LLM(device_engine, kv_cache_blocks=60) as llm:
+        (gpu,) = gpus
+        execute, before = llm._core._executor.execute_async, (0, 0, 0)  # type: ignore[attr-defined]
+
+        def counted(*given: Any) -> Any:
+            nonlocal before
+            pending, after = execute(*given), (len(gpu.uploads), len(gpu.graphs_launched), len(gpu.launched))
+            per_step.append(tuple(now - then for now, then in zip(after, before, strict=True)))
+            before = after
+            return pending
+
+        llm._core._executor.execute_async = counted  # type: ignore[attr-defined]
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    kernels = {launches for _, _, launches in per_step[4:-1]}
+    assert {copies for copies, _, _ in per_step[4:-1]} == {1}, "of the step's inputs: the tokens are there already"
+    assert {graphs for _, graphs, _ in per_step[4:-1]} == {1}
+    assert len(kernels) == 1, "those in the graph, the one that feeds tokens among them"
+
+
 def batch(rows: int = 1, num_tokens: int | None = None, **extra: Any) -> SamplingBatch:
     made = SamplingBatch.greedy(rows)
     return made._replace(extras=(RowExtras(**extra),) if extra else None, num_tokens=num_tokens)

@@ -57,6 +57,7 @@ class DeviceSampler:
         self._results = [area.results(memory.bytes) for memory in self._host]
         self._arrived = [device.event() for _ in self._host]
         self._turn = 0
+        self._sources = np.zeros_like(area.array("feed_sources"))  # what the GPU holds
         self.steps: dict[str, list[KernelStep]] = {
             name: [bind(op) for op in getattr(sampling, name)]
             for name in ("greedy", "full", "adjusted", "logprobs", "count", "enter", "feed")
@@ -83,21 +84,24 @@ class DeviceSampler:
         logprobs = any(extra.logprobs is not None for extra in extras)
         return Choice("adjusted" if count or any(lists.values()) else draw, logprobs, count)
 
-    def feed(self, sources: npt.NDArray[np.int32], tokens: int, stream: Any) -> None:
-        """Let tokens of the step before take their places in this step's input, which is in the stream.
+    def write_sources(self, sources: npt.NDArray[np.int32] | None, tokens: int, stream: Any) -> None:
+        """Say which tokens of this step's input were sampled by the step before, for the kernels of `steps["feed"]`.
 
-        sources: row of the step before for each token, -1 where the host has written the token. tokens: T of the step
-        as it runs, padding included.
+        A decoding batch that stays as it is says the same at every step: only what is new is copied.
+
+        sources: row of the step before for each token, -1 where the host has written the token; None: nowhere.
+        tokens: T of the step as it runs, padding included.
         """
+        wanted = np.full(tokens, -1, np.int32)
+        if sources is not None:
+            wanted[: len(sources)] = sources
+        if np.array_equal(wanted, self._sources[:tokens]):
+            return
+        self._sources[:tokens] = wanted
         self._area.turn()
-        array = self._area.array("feed_sources")
-        array[: len(sources)] = sources
-        array[len(sources) : tokens] = -1
+        self._area.array("feed_sources")[:tokens] = wanted
         self._area.send("feed_sources", tokens, stream)
         self._area.sent(stream)
-        sizes = StepSizes(tokens=tokens, sequences=0, rows=0, longest=0)
-        for step in self.steps["feed"]:
-            step.run(sizes, stream)
 
     def write(self, batch: SamplingBatch, choice: Choice, padded: int, stream: Any) -> None:
         """Bring what the kernels read to the GPU: before the step's ops are put into the stream.

@@ -78,10 +78,11 @@ class CudaExecutor:
             self._tails: dict[str, list[KernelStep]] = {NOTHING: []}
             if self._sampler is not None:
                 self._tails |= {name: self._sampler.steps[name] for name in TAILS if name != NOTHING}
+            self._feeding = self._sampler.steps["feed"] if self._sampler is not None else []
             self._graphs: DecodeGraphs | None = None
             if graphs:
                 longest = engine.manifest.limits.max_seq_len
-                self._graphs = DecodeGraphs(gpu, self._program, self._tails, longest=longest)
+                self._graphs = DecodeGraphs(gpu, self._program, self._feeding, self._tails, longest=longest)
                 stack.callback(self._graphs.close)
             stack.callback(gpu.synchronize, self._stream)  # the first thing that closing does
             self._resources = stack.pop_all()
@@ -141,6 +142,8 @@ class CudaExecutor:
         """Choose all GEMM algorithms and capture all graphs, so that no step has to. Takes seconds."""
         self._device.make_current()
         idle = _idle_step(self.num_blocks, self.block_size)
+        if self._sampler is not None:
+            self._sampler.write_sources(None, self._buckets[-1], self._stream)
         for bucket in self._buckets if self._graphs is not None else ():
             for tail in self._tails:
                 self._inputs.write(idle, bucket)
@@ -183,8 +186,8 @@ class CudaExecutor:
         bucket = self._padded(step)
         self._inputs.write(step, bucket or None)
         self._inputs.send(self._stream)
-        if feed is not None and self._sampler is not None:
-            self._sampler.feed(feed, bucket or tokens, self._stream)
+        if self._sampler is not None and (bucket or feed is not None):  # graphs look at the sources in every step
+            self._sampler.write_sources(feed, bucket or tokens, self._stream)
         if self._graphs is not None and bucket:
             self._graphs.run(bucket, tail, self._stream)
             return
@@ -196,6 +199,8 @@ class CudaExecutor:
             longest=int(step.seq_lens.max()),
         )
         self._program.prepare(kind, sizes, self._stream)
+        for each in self._feeding if feed is not None else ():
+            each.run(sizes, self._stream)
         self._program.run(kind, sizes, self._stream)
         for each in self._tails[tail]:
             each.run(sizes, self._stream)

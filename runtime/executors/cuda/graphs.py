@@ -16,15 +16,23 @@ class DecodeGraphs:
     behind it: nothing of that may happen during a capture.
 
     Args:
-        tails: What may run behind the plan's ops, by name: each has graphs of its own.
+        head: What runs before the plan's ops.
+        tails: What may run behind them, by name: each has graphs of its own.
         longest: The longest sequence that a step may hold; graphs are captured for it.
     """
 
     def __init__(
-        self, device: Device, program: StepProgram, tails: Mapping[str, Sequence[KernelStep]], *, longest: int
+        self,
+        device: Device,
+        program: StepProgram,
+        head: Sequence[KernelStep],
+        tails: Mapping[str, Sequence[KernelStep]],
+        *,
+        longest: int,
     ) -> None:
         self._device = device
         self._program = program
+        self._head = head
         self._tails = tails
         self._longest = longest
         self._graphs: dict[tuple[int, str], Any] = {}
@@ -51,6 +59,8 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def _put(self, sizes: StepSizes, tail: str, stream: Any) -> None:
+        for step in self._head:
+            step.run(sizes, stream)
         self._program.run("decode", sizes, stream)
         for step in self._tails[tail]:
             step.run(sizes, stream)
