@@ -7,6 +7,8 @@
     load                               the engine on this machine
     prefill, mixed, decode             logits against the oracle, over a cache that earlier steps have written
     serve                              requests through scheduler and sampler
+    graphs                             tensorrt: which decode steps were captured in CUDA graphs
+    stripped                           tensorrt: an engine that was stripped of its weights: build, load, all steps
 
 For `tensorrt`, every step of the engine calls the plugin's enqueue inside TensorRT too.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmbuild.errors import ConfigError, LLMBuildError
+from llmbuild.selftest import tensorrt_engines
 from llmbuild.selftest.conversation import MAX_BATCH, MAX_SEQ_LEN, MAX_TOKENS, steps
 from llmbuild.selftest.environment import Gpu
 from llmbuild.selftest.record import NotHere, TargetRecord
@@ -76,9 +79,23 @@ def test_target(target: str, model: Path, oracle: Oracle, gpu: Gpu | str, folder
     loaded = record.take("load", lambda: load(folder / target, here), needs=("build",))
     try:
         take_steps(record, loaded, oracle, TOLERANCE[dtype])
+        if target == "tensorrt":
+            record.take("graphs", lambda: (tensorrt_engines.captured(loaded), None), needs=("decode again",))
     finally:
         if loaded is not None:
             loaded.executor.close()
+    if target == "tensorrt":
+        stripped = folder / "stripped"
+
+        def run() -> tuple[str, None]:
+            said = tensorrt_engines.without_weights(
+                lambda: build_engine(target, model, dtype, sm, stripped, here, "stripWeights"),
+                lambda: load(stripped, here)[1],
+                lambda forward: all_steps(forward, oracle, BLOCKS, BLOCK_SIZE, TOLERANCE[dtype]),
+            )
+            return said, None
+
+        record.take("stripped", run, needs=("load",))
     return record
 
 
@@ -132,7 +149,7 @@ def slot_graph(oracle: Oracle) -> str:
     from llmbuild.selftest.twins import SlotTwin
 
     emitter = lower(oracle.program, limits(MAX_SEQ_LEN), target="tensorrt-rtx", paged=False)
-    return all_steps(SlotTwin(emitter, MAX_BATCH).run, oracle, MAX_BATCH, MAX_SEQ_LEN)
+    return f"{all_steps(SlotTwin(emitter, MAX_BATCH).run, oracle, MAX_BATCH, MAX_SEQ_LEN)} (onnxruntime)"
 
 
 def paged_graph(oracle: Oracle) -> str:
@@ -144,7 +161,7 @@ def paged_graph(oracle: Oracle) -> str:
     whole = filled(with_reference(model, forms), emitter)
     stride = table_stride(limits(BLOCK_SIZE))
     twin = PagedTwin(whole, blocks=BLOCKS, block_size=BLOCK_SIZE, stride=stride)
-    return f"{all_steps(twin.run, oracle, BLOCKS, BLOCK_SIZE)}; {len(forms)} plugin nodes"
+    return f"{all_steps(twin.run, oracle, BLOCKS, BLOCK_SIZE)} (onnxruntime); {len(forms)} plugin nodes"
 
 
 def with_plugins(oracle: Oracle, kernels: Callable[[Any], str]) -> tuple[Any, Any]:
@@ -160,14 +177,14 @@ def with_plugins(oracle: Oracle, kernels: Callable[[Any], str]) -> tuple[Any, An
     return emitter, add_plugins(emitter.model("twin"), limits(BLOCK_SIZE), kernels)
 
 
-def all_steps(forward: Forward, oracle: Oracle, blocks: int, size: int) -> str:
-    """All steps at once, in onnxruntime."""
+def all_steps(forward: Forward, oracle: Oracle, blocks: int, size: int, tolerance: float = TOLERANCE["float32"]) -> str:
+    """Return the largest error of all steps at once."""
     import numpy as np
 
     expected = oracle.forward(blocks, size)
     pairs = [(forward(step), expected(step)) for _, step in steps(blocks, size)]
     found, wanted = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    return difference(found, wanted, TOLERANCE["float32"]) + " (onnxruntime)"
+    return difference(found, wanted, tolerance)
 
 
 def plugin_class() -> str:
@@ -225,7 +242,10 @@ def limits(block_size: int) -> Any:
     return Limits(MAX_BATCH, MAX_TOKENS, MAX_SEQ_LEN, block_size)
 
 
-def build_engine(target: str, model: Path, dtype: str, sm: int | None, output: Path, here: str | None) -> str:
+def build_engine(
+    target: str, model: Path, dtype: str, sm: int | None, output: Path, here: str | None, *options: str
+) -> str:
+    """options: of the target's builder."""
     from llmbuild.builder.build import BuildConfig, build
     from llmbuild.builder.targets.registry import find_target
 
@@ -244,6 +264,7 @@ def build_engine(target: str, model: Path, dtype: str, sm: int | None, output: P
             max_batch_size=MAX_BATCH,
             max_num_tokens=MAX_TOKENS,
             max_seq_len=MAX_SEQ_LEN,
+            builder_options=options,
         )
     )
     gpu = "" if sm is None else f" for SM {sm}"

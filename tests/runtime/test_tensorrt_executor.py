@@ -28,6 +28,7 @@ from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.request import make_request
 from llmbuild.runtime.sampling_params import SamplingParams
+from llmbuild.selftest.tensorrt_engines import captured, without_weights
 from llmbuild.selftest.twins import PagedTwin, filled
 from support.cpu_engines import Conversation, scenario
 from support.fake_device import FakeDevice
@@ -183,6 +184,7 @@ def test_a_graph_for_each_batch_size_replays_without_the_session(lowered: tuple)
     # The session ran the prompts (four rows of logits a time) and each batch size once: context 3 is that of four.
     assert session.ran == [*[(MIXED, 12)] * 3, (1, 1), (3, 4), (2, 2)] and len(device.graphs_launched) == 5
     assert session.profiles == [MIXED, DECODE, DECODE, DECODE]
+    assert captured(SimpleNamespace(executor=executor)) == "captured for batches of 1, 2, 4"  # type: ignore[arg-type]
     executor.close()  # the fake complains of graphs that were not freed
     assert device.closed
 
@@ -237,6 +239,8 @@ def test_what_cannot_be_captured_runs_without_and_says_why(where: str, lowered: 
     with pytest.warns(RuntimeWarning, match=r"decode steps run without CUDA graphs.*Loop is not capturable") as said:
         decode_steps(executor, lowered, [1, 3, 4, 2, 1])
     assert len(said) == 1 and executor.captured == () and not device.graphs_launched
+    with pytest.raises(LLMBuildError, match=r"no CUDA graphs: .*Loop is not capturable"):
+        captured(SimpleNamespace(executor=executor))  # type: ignore[arg-type]
     executor.close()
 
 
@@ -303,6 +307,14 @@ def test_weights_beside_the_engine_count_and_reach_the_session(lowered: tuple, t
     made = lambda *arguments: given.append(arguments) or session  # noqa: E731
     TensorRTExecutor(stripped[2], make_device=lambda ordinal: device, make_session=made)
     assert given[0][0].name == "e.engine" and given[0][3].name == "w"
+
+
+def test_a_selftest_runs_an_engine_without_weights_and_closes_it(lowered: tuple) -> None:
+    executor, session, _ = load(lowered)
+    loaded: Any = SimpleNamespace(executor=executor)
+    step = Conversation(num_blocks=24, block_size=8).step({"a": [5, 6]})
+    said = without_weights(lambda: "built", lambda: loaded, lambda forward: f"{len(forward(step))} rows")
+    assert said == "built; 2 rows" and session.closed
 
 
 def test_weights_get_what_the_kv_cache_leaves(lowered: tuple) -> None:

@@ -164,6 +164,11 @@ class TensorRTExecutor:
         """The batch sizes that have a graph."""
         return tuple(self._buckets[context - DECODE] for context in self._graphs.captured)
 
+    @property
+    def graph_problem(self) -> str | None:
+        """Why steps are not captured, None if they are."""
+        return self._graphs.problem
+
     def _run(self, step: StepInput) -> npt.NDArray[np.float32]:
         rows, sequences = len(step.logits_indices), len(step.seq_lens)
         tables = np.zeros((sequences, self._stride), np.int32)
