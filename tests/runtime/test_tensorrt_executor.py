@@ -195,8 +195,8 @@ def test_padding_rows_write_nowhere_else(lowered: tuple) -> None:
     owned = {int(slot) for slot in step.slot_mapping}
     for _ in range(2):  # captured, replayed
         executor.forward(step)
-    for name, place in executor._pools.items():
-        slots, heads, width = executor._shapes[name]
+    for name, (slots, heads, width) in executor._pools.shapes.items():
+        place = executor._pools.addresses[name]
         assert slots == (24 + 1) * 8
         written = device.view(place, slots * heads * width * 4).view(np.float32).reshape(slots, -1).any(axis=1)
         assert set(np.flatnonzero(written).tolist()) == owned | {24 * 8}
@@ -218,7 +218,7 @@ def test_more_rows_than_sequences_are_not_captured(lowered: tuple) -> None:
     assert session.ran == [(MIXED, 1)] and (twice[0] == twice[1]).all()
 
 
-@pytest.mark.parametrize("where", ["enqueue", "end"])
+@pytest.mark.parametrize("where", ["begin", "enqueue", "end"])
 def test_what_cannot_be_captured_runs_without_and_says_why(where: str, lowered: tuple, monkeypatch) -> None:
     executor, session, device = load(lowered)
     plain = session.run_again
@@ -232,8 +232,13 @@ def test_what_cannot_be_captured_runs_without_and_says_why(where: str, lowered: 
         device._capturing = None
         raise CudaError("cuStreamEndCapture", "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "")
 
+    def begin_capture(stream: Any) -> None:
+        raise CudaError("cuStreamBeginCapture", "CUDA_ERROR_NOT_SUPPORTED", "")
+
     monkeypatch.setattr(session, "run_again", run_again)
     monkeypatch.setattr(session, "reason", lambda: "Loop is not capturable")
+    if where == "begin":
+        monkeypatch.setattr(device, "begin_capture", begin_capture)
     if where == "end":
         monkeypatch.setattr(device, "end_capture", end_capture)
     with pytest.warns(RuntimeWarning, match=r"decode steps run without CUDA graphs.*Loop is not capturable") as said:

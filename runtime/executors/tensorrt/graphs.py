@@ -52,20 +52,19 @@ class StepGraphs:
             self._capture(context)
 
     def _capture(self, context: int) -> None:
-        self._device.begin_capture(self._stream)
+        """Capture what the context ran last, or give up."""
         try:
-            self._session.run_again(context)
-        except LLMBuildError as error:
-            self._device.abandon_capture(self._stream)
-            self._give_up(error.what)
-            return
-        except BaseException:
-            self._device.abandon_capture(self._stream)
-            raise
-        try:
+            self._device.begin_capture(self._stream)
+            try:
+                self._session.run_again(context)
+            except BaseException:
+                self._device.abandon_capture(self._stream)
+                raise
             self._graphs[context] = self._device.end_capture(self._stream)
-        except CudaError as error:
+        except CudaError as error:  # the driver ends a capture in which something was done that cannot be captured
             self._give_up(f"{error.what}; TensorRT: {self._session.reason()}")
+        except LLMBuildError as error:
+            self._give_up(error.what)
 
     def _give_up(self, problem: str) -> None:
         self.problem = problem

@@ -26,10 +26,10 @@ from llmbuild.runtime.executors.tensorrt.checks import (
     check_plugin,
     check_same_gpu,
     choose_blocks,
-    slot_bytes,
 )
 from llmbuild.runtime.executors.tensorrt.graphs import StepGraphs, padded
 from llmbuild.runtime.executors.tensorrt.inputs import StepArea
+from llmbuild.runtime.executors.tensorrt.pools import Pools
 from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 
 if TYPE_CHECKING:
@@ -125,18 +125,7 @@ class TensorRTExecutor:
         )
         self._area.allocate(gpu)
         self._logits, self._result = gpu.allocate(logits_bytes), gpu.allocate_host(logits_bytes)
-        self._pools: dict[str, int] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for index, layer in enumerate(cache.layers):
-            for name, width in (("keys", layer.head_dim), ("values", layer.v_head_dim)):
-                size = (self.num_blocks + spare) * slot_bytes(cache, index, name)
-                address = gpu.allocate(size)
-                gpu.fill(address, 0, size, self._stream)  # a weight of 0 times a NaN would be one
-                self._pools[f"{name}.{index}"] = address
-                slots = (self.num_blocks + spare) * self.block_size
-                self._shapes[f"{name}.{index}"] = (slots, layer.num_kv_heads, width)
-        # A pool goes in and comes out at one address: the plugin refuses anything else.
-        self._pool_addresses = {**self._pools, **{f"{name}.out": place for name, place in self._pools.items()}}
+        self._pools = Pools(gpu, cache, self.num_blocks + spare, self._stream)
 
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
         from llmbuild.runtime.sampler import sample
@@ -198,15 +187,15 @@ class TensorRTExecutor:
     def _send(self, step: StepInput) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
         """Put the copy of a step into the stream; return shapes and addresses of all that goes in and out."""
         shapes, addresses = self._area.send(step, self._stream)
-        return {**self._shapes, **shapes}, {**self._pool_addresses, **addresses, "logits": self._logits}
+        return {**self._pools.shapes, **shapes}, {**self._pools.addresses, **addresses, "logits": self._logits}
 
     def close(self) -> None:
         self._device.make_current()
         self._graphs.close()
         self._session.close()
-        for address in (*self._pools.values(), self._logits):
-            self._device.free(address)
+        self._pools.free()
         self._area.free()
+        self._device.free(self._logits)
         self._device.free_host(self._result)
         self._device.free_stream(self._stream)
         self._device.close()
