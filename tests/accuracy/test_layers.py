@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,21 +10,20 @@ import torch
 from llmbuild.builder.accuracy.layers import Layer, compare_outputs, layer_errors, layers_of, tensors_name
 from llmbuild.builder.accuracy.walk import Runner, copy_program
 from llmbuild.builder.accuracy.windows import steps
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Constant, Map, Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.pipeline import LAST_EXACT, optimize, phases
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.primitives import quantize_blocks
 from llmbuild.quantization.recipes import Recipe, WeightOnly, find_recipe
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 WINDOW = (72, 5, 41, 9, 17, 33, 64, 80, 12, 3, 99, 7)
 
 
-def both(path: Path, recipe: Recipe) -> tuple[Program, Program]:
+def both(family: str, recipe: Recipe) -> tuple[Program, Program]:
     """The program before its weights are quantized, and the one that a target gets."""
-    program = load_program(path, dtype=torch.float32)
+    program = traced(family)
     kept: list[Program] = []
 
     def keep(name: str, state: Program) -> None:
@@ -36,13 +34,8 @@ def both(path: Path, recipe: Recipe) -> tuple[Program, Program]:
     return kept[0], program
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return save_tiny(tiny_model("llama"), tmp_path_factory.mktemp("model") / "llama")
-
-
-def errors(path: Path, recipe: Recipe):
-    reference, candidate = both(path, recipe)
+def errors(family: str, recipe: Recipe):
+    reference, candidate = both(family, recipe)
     return layer_errors(Runner(reference, hold=False), Runner(candidate, hold=True), WINDOW)
 
 
@@ -51,11 +44,11 @@ def test_the_last_exact_pass_comes_right_before_formats_are_chosen() -> None:
     assert names.index("choose_formats") == names.index(LAST_EXACT) + 1
 
 
-def test_a_copy_is_independent_and_computes_the_same(llama: Path) -> None:
-    reference, candidate = both(llama, find_recipe("int4-wo"))
+def test_a_copy_is_independent_and_computes_the_same() -> None:
+    reference, candidate = both("llama", find_recipe("int4-wo"))
     assert any("blockwise" in str(node.target) for node in candidate.graph.nodes)
     assert not any("blockwise" in str(node.target) for node in reference.graph.nodes)
-    plain = load_program(llama, dtype=torch.float32)
+    plain = traced("llama")
     (step, _) = next(steps(WINDOW, chunk=12, block_size=16))
     expected = Oracle(plain).run(step, PagedState(1, 16)).numpy()
     for hold in (True, False):
@@ -64,8 +57,8 @@ def test_a_copy_is_independent_and_computes_the_same(llama: Path) -> None:
             assert abs(runner.forward(step) - expected).max() < 1e-4
 
 
-def test_every_layer_of_a_llama_is_found_with_and_without_merging(llama: Path) -> None:
-    reference, candidate = both(llama, find_recipe("int4-wo"))
+def test_every_layer_of_a_llama_is_found_with_and_without_merging() -> None:
+    reference, candidate = both("llama", find_recipe("int4-wo"))
     found = layers_of(reference)
     names = [f"model.layers.{index}.{part}" for index in (0, 1) for part in (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -80,9 +73,8 @@ def test_every_layer_of_a_llama_is_found_with_and_without_merging(llama: Path) -
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "gpt2", "mixtral", "cohere"])
-def test_families_match_whole(tmp_path: Path, family: str) -> None:
-    path = save_tiny(tiny_model(family), tmp_path / family)
-    found = errors(path, find_recipe("int4-wo"))
+def test_families_match_whole(family: str) -> None:
+    found = errors(family, find_recipe("int4-wo"))
     assert found.unmatched == ()
     kinds = [each.layer.kind for each in found.errors]
     assert kinds.count("attention") == 2
@@ -92,16 +84,16 @@ def test_families_match_whole(tmp_path: Path, family: str) -> None:
     assert any(each.own > 0.01 for each in found.errors if each.layer.kind == "linear")
 
 
-def test_no_quantization_is_no_error(llama: Path) -> None:
-    found = errors(llama, find_recipe("none"))
+def test_no_quantization_is_no_error() -> None:
+    found = errors("llama", find_recipe("none"))
     assert all(each.error < 1e-5 and each.own < 1e-5 for each in found.errors)
     assert all(each.cosine == pytest.approx(1, abs=1e-6) for each in found.errors)
 
 
-def test_only_what_is_quantized_errs_itself(llama: Path) -> None:
+def test_only_what_is_quantized_errs_itself() -> None:
     """All but one linear excluded: its own error is the only one, and what comes after inherits some."""
     patterns = ("*self_attn*", "*mlp.gate_proj*", "*mlp.up_proj*", "*layers.1*", "*embed*", "*lm_head*")
-    found = errors(llama, replace(find_recipe("int4-wo"), exclude=patterns))
+    found = errors("llama", replace(find_recipe("int4-wo"), exclude=patterns))
     down = Layer("linear", "model.layers.0.mlp.down_proj")
     by_layer = {each.layer: each for each in found.errors}
     assert found.worst(1)[0].layer == down
@@ -112,9 +104,9 @@ def test_only_what_is_quantized_errs_itself(llama: Path) -> None:
     assert by_layer[Layer("linear", "model.layers.1.mlp.up_proj")].error > 1e-3
 
 
-def test_own_error_is_that_of_the_rounded_weight(llama: Path) -> None:
+def test_own_error_is_that_of_the_rounded_weight() -> None:
     """The first q_proj, computed apart: the same input times the rounded weight."""
-    reference, _ = both(llama, find_recipe("int4-wo"))
+    reference, _ = both("llama", find_recipe("int4-wo"))
     layer = Layer("linear", "model.layers.0.self_attn.q_proj")
     node = layers_of(reference)[layer]
     (step, _) = next(steps(WINDOW, chunk=len(WINDOW), block_size=16))
@@ -127,12 +119,12 @@ def test_own_error_is_that_of_the_rounded_weight(llama: Path) -> None:
     assert isinstance(scheme, WeightOnly)
     rounded = quantize_blocks(weight, scheme, name="w").dequantize()
     y, other = inputs @ weight.T, inputs @ rounded.T
-    found = {each.layer: each for each in errors(llama, find_recipe("int4-wo")).errors}[layer]
+    found = {each.layer: each for each in errors("llama", find_recipe("int4-wo")).errors}[layer]
     assert found.own == pytest.approx(float((other - y).norm() / y.norm()), rel=1e-4)
 
 
-def test_a_layer_that_one_program_lacks_is_listed(llama: Path) -> None:
-    reference, candidate = both(llama, find_recipe("none"))
+def test_a_layer_that_one_program_lacks_is_listed() -> None:
+    reference, candidate = both("llama", find_recipe("none"))
     name = next(name for name, expr in reference.weights.items() if any("0.mlp.down" in s for s in expr.sources()))
     reference.weights[name] = Constant(reference.weights[name].load())
     found = layer_errors(Runner(reference, hold=False), Runner(candidate, hold=False), WINDOW)

@@ -14,24 +14,26 @@ from llmbuild.builder.autoquant.choice import quant_config
 from llmbuild.builder.autoquant.held_out import HeldOut
 from llmbuild.builder.autoquant.sensitivity import sensitivities
 from llmbuild.builder.autoquant.units import find_options, find_units, other_bytes
+from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.pipeline import LAST_EXACT, optimize
 from llmbuild.quantization.recipes import customized, find_recipe
 from support.calibrated import before_formats
 from support.tiny_gguf import write_gguf
-from support.tiny_models import save_tiny, tiny_model
+from support.tiny_models import tiny_model
+from support.traced import traced
 
 WINDOWS = [tuple(np.random.default_rng(seed).integers(3, 250, size).tolist()) for seed, size in ((1, 24), (2, 17))]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Program:
+def llama() -> Program:
     """A program that no test changes."""
-    return program_of("llama", tmp_path_factory.mktemp("model"))
+    return program_of("llama")
 
 
-def program_of(family: str, folder: Path, **changes: object) -> Program:
-    return before_formats(save_tiny(tiny_model(family, **changes), folder / family, tokenizer=False))
+def program_of(family: str, **changes: object) -> Program:
+    return before_formats(traced(family, **changes))
 
 
 def built(exact: Program, recipes: list[str]) -> Program:
@@ -54,8 +56,8 @@ def test_units_of_a_llama(llama: Program) -> None:
 
 
 @pytest.mark.slow
-def test_units_of_a_mixture_leave_the_router_out(tmp_path: Path) -> None:
-    program = program_of("mixtral", tmp_path)
+def test_units_of_a_mixture_leave_the_router_out() -> None:
+    program = program_of("mixtral")
     units = find_units(program)
     assert sum("experts" in unit.name for unit in units) == 2
     assert not any("gate.weight" in tensor for unit in units for tensor in unit.tensors)
@@ -95,9 +97,9 @@ def test_bytes_are_counted_as_documented(llama: Program) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
-def test_a_unit_tried_alone_is_what_a_build_of_it_computes(family, changes, recipes, tmp_path: Path) -> None:
+def test_a_unit_tried_alone_is_what_a_build_of_it_computes(family, changes, recipes) -> None:
     """Forked at the unit, or passed through all passes with a rule for that unit: the same KL."""
-    exact = program_of(family, tmp_path, **changes)
+    exact = program_of(family, **changes)
     units = find_units(exact)
     options = [list(each) for each in zip(*(find_options(exact, units, name, 4) for name in recipes), strict=True)]
     alone = sensitivities(exact, units, options, WINDOWS)
@@ -124,8 +126,8 @@ def test_batches_of_forks_give_the_same(llama: Program, monkeypatch: pytest.Monk
     assert sensitivities(llama, units, options, WINDOWS) == together
 
 
-def test_what_a_recipe_does_not_round_is_exact(tmp_path: Path) -> None:
-    exact = program_of("llama", tmp_path, intermediate_size=100, num_hidden_layers=1)  # no multiple of 16
+def test_what_a_recipe_does_not_round_is_exact() -> None:
+    exact = program_of("llama", intermediate_size=100, num_hidden_layers=1)  # no multiple of 16
     units = find_units(exact)
     options = find_options(exact, units, "fp8", 2)
     assert [option.exact for option in options[:4]] == [False, False, True, True]
@@ -139,7 +141,8 @@ def test_what_a_recipe_does_not_round_is_exact(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_blocks_of_a_gguf_are_kept_where_a_recipe_has_as_many_bits(tmp_path: Path) -> None:
     """Of units; what belongs to none is dequantized by every choice."""
-    exact = before_formats(write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", type_name="Q8_0"))
+    path = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", type_name="Q8_0")
+    exact = before_formats(load_program(path, dtype=torch.float32))
     units = find_units(exact)
     kept, rounded, plain = (find_options(exact, units, name, 4) for name in ("int8-wo", "int4-wo", "none"))
     assert all(option.exact for option in (*kept, *plain)) and not any(option.exact for option in rounded)

@@ -31,7 +31,7 @@ def commands() -> dict[str, str]:
 def run(command: str, folder: Path, **changes: str) -> subprocess.CompletedProcess[str]:
     tools = Path(sys.executable).parent
     told = {**WORKFLOW["env"], "RECIPE": JOB["strategy"]["matrix"]["recipe"][0], **TINY, **changes}
-    environment = {**os.environ, **told, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, **told, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     # As the runner runs them.
     return subprocess.run(["bash", "-eo", "pipefail", "-c", command], cwd=folder, env=environment, **CAPTURED)
 

@@ -41,7 +41,6 @@ def test_page(page, folder, warm):
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "COLUMNS": "120",
         "NO_COLOR": "1",
-        "OMP_NUM_THREADS": "2",
     }
     for command in find_commands(page.read_text(encoding="utf-8")):
         difference = run_command(command, folder, environment)

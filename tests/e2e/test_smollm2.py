@@ -60,7 +60,6 @@ def engines(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 def reference(smollm2_gguf: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2)
     folder, name = smollm2_gguf.parent, smollm2_gguf.name
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
 

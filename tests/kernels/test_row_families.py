@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
-from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.cuda.kernel_source import specs
 from llmbuild.builder.targets.cuda.partition import Barrier, Launch, Partition, partition
 from llmbuild.builder.targets.cuda.plan_interpreter import PlanInterpreter
 from llmbuild.plugins.attention_reference import PagedState
-from llmbuild.quantization.recipes import find_recipe
 from support.packed_driver import Request, drive
 from support.plans import tiny_executor
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import optimized
 
 # Launches of row programs in two layers, and how many distinct kernels they take.
 FAMILIES = {
@@ -39,13 +35,6 @@ FAMILIES = {
 QUICK = {"llama", "qwen3", "gpt2", "deepseek_v3"}
 
 
-def optimized(family: str, directory: Path, dtype: torch.dtype = torch.float32, **options: int) -> Program:
-    path = save_tiny(tiny_model(family, **options), directory / family, tokenizer=False)
-    program = load_program(path, dtype=dtype)
-    optimize(program, find_recipe("none"))
-    return program
-
-
 def requests() -> list[Request]:
     """A prompt of three tokens that goes on, and one token that joins it: steps of three and of two."""
     draw = np.random.default_rng(1).integers(3, 250, 6).tolist()
@@ -57,8 +46,8 @@ def launches(parts: Partition) -> list[Launch]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    return optimized("llama", tmp_path_factory.mktemp("models"))
+def llama() -> Program:
+    return optimized("llama")
 
 
 def agreeing(program: Program) -> PlanInterpreter:
@@ -79,16 +68,16 @@ def agreeing(program: Program) -> PlanInterpreter:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 )
-def test_the_parts_compute_the_logits_of_the_graph(family: str, tmp_path: Path) -> None:
-    program = optimized(family, tmp_path)
+def test_the_parts_compute_the_logits_of_the_graph(family: str) -> None:
+    program = optimized(family)
     agreeing(program)
     parts = partition(program)
     assert (len(launches(parts)), len(parts.kernels)) == FAMILIES[family]
 
 
-def test_a_llama_layer_takes_four_row_programs(llama: Program, tmp_path: Path) -> None:
+def test_a_llama_layer_takes_four_row_programs(llama: Program) -> None:
     """Rope with the append to the KV pools, norm, activation, norm: one for each gap between barriers."""
-    two, three = partition(llama), partition(optimized("llama", tmp_path, num_hidden_layers=3))
+    two, three = partition(llama), partition(optimized("llama", num_hidden_layers=3))
     assert len(launches(three)) - len(launches(two)) == 4
     assert len(three.kernels) == len(two.kernels)  # another layer is more launches of the same kernels
 
@@ -138,9 +127,9 @@ def test_kernels_have_specs_that_the_compiler_takes(llama: Program) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_kernels_of_bfloat16_models_compile(family: str, tmp_path: Path) -> None:
+def test_all_kernels_of_bfloat16_models_compile(family: str) -> None:
     from llmbuild.builder.targets.cuda.aot import compile_spec
 
-    for spec in specs(partition(optimized(family, tmp_path, torch.bfloat16))):
+    for spec in specs(partition(optimized(family, dtype=torch.bfloat16))):
         for sm in (80, 90):
             assert compile_spec(spec, sm).data

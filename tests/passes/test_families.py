@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.pipeline import optimize
@@ -14,7 +13,7 @@ from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.recipes import find_recipe
 from support.packed_driver import Request, drive
 from support.small_programs import count
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import optimized, traced
 
 # Per family: rope, rms_norm (as matched, before add_rms_norm takes some), add_rms_norm, gated_activation,
 # merge_linears.
@@ -38,10 +37,6 @@ EXPECTED = {
 QUICK = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gpt2", "gptj", "cohere")
 
 
-def programs(family: str, tmp_path) -> Program:
-    return load_program(save_tiny(tiny_model(family), tmp_path / family, tokenizer=False), dtype=torch.float32)
-
-
 def requests(vocab_size: int) -> list[Request]:
     """A chunked prompt that crosses a block edge (8) and a window (6), and a one-token prompt that joins later."""
     rng = np.random.default_rng(1)
@@ -56,18 +51,16 @@ def logits(program: Program, *, all_rows: bool = True) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Program:
+def llama() -> Program:
     """The optimised program; tests only look at it."""
-    program = programs("llama", tmp_path_factory.mktemp("models"))
-    optimize(program, find_recipe("none"))
-    return program
+    return optimized("llama")
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXPECTED]
 )
-def test_passes_fire_as_often_as_the_model_has_them_and_change_nothing(family: str, tmp_path) -> None:
-    program = programs(family, tmp_path)
+def test_passes_fire_as_often_as_the_model_has_them_and_change_nothing(family: str) -> None:
+    program = traced(family)
     before = logits(program)
     scale = np.abs(before).max()
     last = [before]
@@ -124,11 +117,9 @@ def test_after_the_last_attention_only_the_asked_rows_are_computed(llama: Progra
     assert {str(node.meta["val"].shape[0]) for node in linears} == {rows}
 
 
-def test_bfloat16_graphs_fuse_alike_and_keep_the_rounding_of_each_family(tmp_path) -> None:
+def test_bfloat16_graphs_fuse_alike_and_keep_the_rounding_of_each_family() -> None:
     for family, rounded in (("llama", True), ("gemma", False)):
-        directory = save_tiny(tiny_model(family), tmp_path / family, tokenizer=False)
-        program = load_program(directory, dtype=torch.bfloat16)
-        optimize(program, find_recipe("none"))
+        program = optimized(family, dtype=torch.bfloat16)
         counts = {rewrite.name: rewrite.count for rewrite in program.rewrites}
         names = ("rope", "rms_norm", "add_rms_norm", "gated_activation", "merge_linears")
         assert tuple(counts[name] for name in names) == EXPECTED[family]
@@ -136,8 +127,8 @@ def test_bfloat16_graphs_fuse_alike_and_keep_the_rounding_of_each_family(tmp_pat
         assert {node.args[-1] for node in norms} == {rounded}
 
 
-def test_gemma_weights_carry_the_offset_in_float32(tmp_path) -> None:
-    program = load_program(save_tiny(tiny_model("gemma"), tmp_path / "g", tokenizer=False), dtype=torch.bfloat16)
+def test_gemma_weights_carry_the_offset_in_float32() -> None:
+    program = traced("gemma", dtype=torch.bfloat16)
     plain = program.weights["model_norm_weight"].load()
     optimize(program, find_recipe("none"))
     norm = [node for node in program.graph.nodes if "rms_norm" in str(node.target)][-1]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.pipeline import optimize
 from llmbuild.quantization.recipes import find_recipe
 from support.parity import relative_error
-from support.tiny_models import MOE_FAMILIES, save_tiny, tiny_model
+from support.tiny_models import MOE_FAMILIES, tiny_model
+from support.traced import traced
 
 QUICK = ("qwen2_moe",)
 
@@ -19,9 +17,9 @@ QUICK = ("qwen2_moe",)
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MOE_FAMILIES]
 )
-def test_passes_change_nothing(family: str, tmp_path: Path) -> None:
+def test_passes_change_nothing(family: str) -> None:
     model = tiny_model(family)
-    program = load_program(save_tiny(model, tmp_path, tokenizer=False), dtype=torch.float32)
+    program = traced(family)
     wrong: list[str] = []
 
     def compare(name, program) -> None:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.pipeline import optimize
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.quantization.recipes import find_recipe
 from support.small_programs import count, small_step
-from support.tiny_models import save_tiny, tiny_model
-
-
-def load(directory: Path, **options: int) -> Program:
-    model = tiny_model("llama4_text", **options)
-    return load_program(save_tiny(model, directory / "model", tokenizer=False), dtype=torch.float32)
+from support.traced import traced
 
 
 def logits(program: Program) -> torch.Tensor:
     return Oracle(program).run(small_step(), PagedState(num_blocks=4, block_size=8))
 
 
-def test_one_choice_a_token_is_one_expert_of_the_weighted_input(tmp_path: Path) -> None:
-    program = load(tmp_path)
+def test_one_choice_a_token_is_one_expert_of_the_weighted_input() -> None:
+    program = traced("llama4_text")
     before = logits(program)
     assert count(program, "bmm") == 2
     optimize(program, find_recipe("none"))
@@ -37,8 +29,8 @@ def test_one_choice_a_token_is_one_expert_of_the_weighted_input(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("choices", [2, 3])
-def test_several_choices_are_left_as_they_are_and_said(choices: int, tmp_path: Path) -> None:
-    program = load(tmp_path, num_experts_per_tok=choices)
+def test_several_choices_are_left_as_they_are_and_said(choices: int) -> None:
+    program = traced("llama4_text", num_experts_per_tok=choices)
     before = logits(program)
     optimize(program, find_recipe("none"))
     assert count(program, "moe_experts") == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from llmbuild.quantization.scaled import Scaled, SomeRows, some_rows
 from support.calibrated import KnownRows, before_formats, gathered
 from support.packed_driver import Request, drive
 from support.small_programs import count, random, result, small_program
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 SCHEMES = [Awq(WeightOnly(4, PerGroup(16))), Awq(WeightOnly(3, PerChannel(), symmetric=False))]
 PROMPT = np.random.default_rng(1).integers(3, 250, 20).tolist()
@@ -191,20 +189,15 @@ def test_pieces_are_the_rows_of_the_whole() -> None:
     torch.testing.assert_close(vector.load() * search_of.scales, NORM)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_model("llama"), tmp_path_factory.mktemp("awq") / "llama")
-
-
 def logits(program: Program) -> np.ndarray:
     oracle, state = Oracle(program), PagedState(num_blocks=8, block_size=8)
     return drive(lambda step: oracle.run(step, state).numpy(), [Request(PROMPT, prompt=20)], num_blocks=8)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_scaled_where_its_norms_and_gates_allow_it(llama: Path, dtype: torch.dtype) -> None:
-    program = before_formats(llama, dtype)
-    plain = before_formats(llama, dtype)
+def test_a_model_is_scaled_where_its_norms_and_gates_allow_it(dtype: torch.dtype) -> None:
+    program = before_formats(traced("llama", dtype=dtype))
+    plain = before_formats(traced("llama", dtype=dtype))
     eight = Awq(WeightOnly(8, PerGroup(128)))
     log = choose_formats(program, Recipe("mine", "", eight, eight.rounding, Plain()), gathered([PROMPT]))
     assert log.count == 15
@@ -219,18 +212,16 @@ def weights_of(program: Program) -> list:
     return [node for node in program.graph.nodes if program.weight_of(node) is not None]
 
 
-def test_other_recipes_beside_it_are_left_in_peace(llama: Path) -> None:
+def test_other_recipes_beside_it_are_left_in_peace() -> None:
     recipe = customized("int4-awq", ["*.0.mlp.up_proj.*"], ["*.1.self_attn.q_proj.*=int4-gptq"])
-    program = before_formats(llama)
+    program = before_formats(traced("llama"))
     log = choose_formats(program, recipe, gathered([PROMPT]))
     assert sum("its linears follow different recipes" in line for line in log.declined) == 2
     assert np.isfinite(logits(program)).all()
 
 
-def test_the_whole_pipeline_merges_what_was_scaled_together(llama: Path, tmp_path: Path) -> None:
-    from llmbuild.builder.frontend.load import load_program
-
-    program = load_program(llama, dtype=torch.float32)
+def test_the_whole_pipeline_merges_what_was_scaled_together() -> None:
+    program = traced("llama")
     optimize(program, find_recipe("int4-awq"), calibrate=gathered([PROMPT]))
     assert count(program, "linear_blockwise") == 2 * 4 + 1 and count(program, "linear") == 0
 

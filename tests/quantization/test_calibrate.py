@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +14,14 @@ from llmbuild.builder.passes.quantize_weights import choose_formats
 from llmbuild.errors import ConfigError, ModelError
 from llmbuild.quantization.recipes import find_recipe
 from support.calibrated import before_formats, statistics_of
-from support.tiny_models import save_tiny, tiny_model
+from support.tiny_models import tiny_model
+from support.traced import traced
 
 DRAWN = torch.randint(3, 250, (3, 40), generator=torch.Generator().manual_seed(1))
 WINDOWS = [row[: 40 - 3 * place].tolist() for place, row in enumerate(DRAWN)]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_model("llama"), tmp_path_factory.mktemp("calibrate") / "llama")
-
-
-def test_statistics_are_those_of_what_the_linears_of_transformers_read(llama: Path) -> None:
+def test_statistics_are_those_of_what_the_linears_of_transformers_read() -> None:
     model = tiny_model("llama")
     seen: dict[str, list[torch.Tensor]] = {}
     for name, module in model.named_modules():
@@ -37,7 +32,7 @@ def test_statistics_are_those_of_what_the_linears_of_transformers_read(llama: Pa
     with torch.no_grad():
         for window in WINDOWS:
             model(torch.tensor([window]), use_cache=False)
-    program = before_formats(llama)
+    program = before_formats(traced("llama"))
     found = statistics_of(program, WINDOWS)
     assert len(found) == 2 * 4 + 1  # of each layer: q k v, o, gate up, down; and lm_head
     weights = {name for each in linear_inputs(program) for name in each.weights(program)}
@@ -50,9 +45,9 @@ def test_statistics_are_those_of_what_the_linears_of_transformers_read(llama: Pa
         torch.testing.assert_close(statistics.gram, x.T @ x, rtol=1e-3, atol=1e-3)
 
 
-def test_the_same_windows_give_the_same_bits_and_parts_merge_to_the_whole(llama: Path) -> None:
-    program = before_formats(llama)
-    whole, again = statistics_of(program, WINDOWS), statistics_of(before_formats(llama), WINDOWS)
+def test_the_same_windows_give_the_same_bits_and_parts_merge_to_the_whole() -> None:
+    program = before_formats(traced("llama"))
+    whole, again = statistics_of(program, WINDOWS), statistics_of(before_formats(traced("llama")), WINDOWS)
     first, rest = statistics_of(program, WINDOWS[:1]), statistics_of(program, WINDOWS[1:])
     for key, statistics in whole.items():
         assert statistics.gram is not None and again[key].gram is not None and statistics.gram.equal(again[key].gram)
@@ -64,15 +59,15 @@ def test_the_same_windows_give_the_same_bits_and_parts_merge_to_the_whole(llama:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
-def test_other_families_are_calibrated_too(family: str, tmp_path: Path) -> None:
-    program = before_formats(save_tiny(tiny_model(family), tmp_path / family), torch.bfloat16)
+def test_other_families_are_calibrated_too(family: str) -> None:
+    program = before_formats(traced(family, dtype=torch.bfloat16))
     found = statistics_of(program, WINDOWS)
     assert len(found) == len(linear_inputs(program)) >= 5
     assert all(statistics.rows == sum(map(len, WINDOWS)) for statistics in found.values())
 
 
-def test_one_layer_of_weights_is_held_at_a_time(llama: Path) -> None:
-    program = before_formats(llama)
+def test_one_layer_of_weights_is_held_at_a_time() -> None:
+    program = before_formats(traced("llama"))
     living: set[str] = set()
     most: list[set[str]] = []
 
@@ -102,8 +97,8 @@ def test_one_layer_of_weights_is_held_at_a_time(llama: Path) -> None:
     assert max(len(names) for names in most) < len(program.weights)
 
 
-def test_segments_end_with_attention_and_stop_at_the_last_input_wanted(llama: Path) -> None:
-    program = before_formats(llama)
+def test_segments_end_with_attention_and_stop_at_the_last_input_wanted() -> None:
+    program = before_formats(traced("llama"))
     inputs = linear_inputs(program)
     parts = segments(program.graph, [each.x for each in inputs])
     assert len(parts) == 3 and all("paged_attention" in str(part[-1].target) for part in parts[:2])
@@ -111,8 +106,8 @@ def test_segments_end_with_attention_and_stop_at_the_last_input_wanted(llama: Pa
     assert len(segments(program.graph, [inputs[0].x])) == 1
 
 
-def test_nan_names_the_layer(llama: Path) -> None:
-    program = before_formats(llama)
+def test_nan_names_the_layer() -> None:
+    program = before_formats(traced("llama"))
     name = next(name for name in program.weights if "layers_1_mlp_up_proj" in name)
     value = program.weights[name].load()
     value[3] = float("nan")
@@ -129,8 +124,8 @@ def test_nan_names_the_layer(llama: Path) -> None:
         statistics_of(program, WINDOWS)
 
 
-def test_progress_ends_where_it_should(llama: Path) -> None:
-    program, told = before_formats(llama), []
+def test_progress_ends_where_it_should() -> None:
+    program, told = before_formats(traced("llama")), []
     calibrate(
         program,
         WINDOWS,
@@ -142,6 +137,6 @@ def test_progress_ends_where_it_should(llama: Path) -> None:
     assert told == [(done, 9) for done in range(1, 10)]
 
 
-def test_a_recipe_that_needs_calibration_says_so(llama: Path) -> None:
+def test_a_recipe_that_needs_calibration_says_so() -> None:
     with pytest.raises(ConfigError, match="recipe 'int4-gptq' needs calibration"):
-        choose_formats(before_formats(llama), find_recipe("int4-gptq"))
+        choose_formats(before_formats(traced("llama")), find_recipe("int4-gptq"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from llmbuild.quantization.gptq import factor
 from llmbuild.quantization.gptq_float8 import CompensatedFloat8, round_float8_rows
 from llmbuild.quantization.recipes import Compensation, Fp8, PerGroup, find_recipe
 from support.calibrated import KnownRows, before_formats, gathered
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 COLUMNS = 300
 PLAIN, ORDERED = Compensation(), Compensation(act_order=True)
@@ -100,9 +98,8 @@ def test_pieces_are_the_rows_of_the_whole(rows: int) -> None:
     assert lazy.held(rows * 32) > 32 * 32 * 4
 
 
-def test_weights_of_a_program_are_compensated_and_need_calibration(tmp_path: Path) -> None:
-    path = save_tiny(tiny_model("llama", num_hidden_layers=1), tmp_path / "llama", tokenizer=False)
-    program = before_formats(path)
+def test_weights_of_a_program_are_compensated_and_need_calibration() -> None:
+    program = before_formats(traced("llama", num_hidden_layers=1))
     rounded = copy_program(program)
     log = choose_formats(program, find_recipe("fp8-gptq"), gathered(WINDOWS))
     kinds = [type(expr).__name__ for name, expr in program.weights.items() if "proj" in name]

@@ -26,6 +26,7 @@ from support.cpu_engines import needs_compiler
 from support.staggered import serve
 from support.tiny_models import save_tiny, tiny_model
 from support.tiny_quantized import STORED, edit_tensors, save_quantized
+from support.traced import optimized, traced
 
 TEXT = "Forty winks, and then the rain came down on the roof of the old mill. " * 8
 ATTENTION = "model.layers.{}.self_attn.{}"
@@ -48,7 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> BuildConfig:
     )
 
 
-def optimized(config: BuildConfig) -> tuple[Program, Calibration]:
+def calibrated(config: BuildConfig) -> tuple[Program, Calibration]:
     program = load_program(config.model, dtype=torch.float32)
     calibration = Calibration(config)
     optimize(program, choose(config).recipe, calibrate=calibration)
@@ -60,7 +61,7 @@ def test_scales_are_those_of_the_statistics_which_are_gathered_once(
     quant: str, config: BuildConfig, tmp_path: Path
 ) -> None:
     config = replace(config, quant=quant, calibration=tmp_path / "statistics")
-    program, calibration = optimized(config)
+    program, calibration = calibrated(config)
     assert calibration.file is not None and calibration.section() is not None
     file = StatisticsFile(tmp_path / "statistics")
     for layer in range(LAYERS):
@@ -73,17 +74,16 @@ def test_scales_are_those_of_the_statistics_which_are_gathered_once(
 
 def test_keys_are_observed_after_they_are_rotated(config: BuildConfig, tmp_path: Path) -> None:
     """Rotation keeps the length of a pair of channels and changes the channels."""
-    _, calibration = optimized(replace(config, calibration=tmp_path / "statistics"))
+    _, calibration = calibrated(replace(config, calibration=tmp_path / "statistics"))
     assert calibration.file is not None
-    program = load_program(config.model, dtype=torch.float32)
-    optimize(program, find_recipe("none"))
+    program = optimized("llama")
     keys = next(node for node in program.graph.nodes if "paged_attention" in str(node.target)).args[1]
     assert "rope" in str(keys.target)
     assert calibration.file.description.inputs["layers.0.keys"].columns == WIDTH
 
 
 def test_no_scales_without_calibration(config: BuildConfig) -> None:
-    program = load_program(config.model, dtype=torch.float32)
+    program = traced("llama")
     with pytest.raises(ConfigError, match="the scales of an fp8 KV cache need calibration"):
         optimize(program, replace(find_recipe("none"), kv_cache=KvCache("fp8")))
 
@@ -94,7 +94,7 @@ def test_values_that_are_not_finite_stop_the_calibration(config: BuildConfig, tm
         model.model.layers[1].self_attn.v_proj.weight[3] = float("nan")
     path = save_tiny(model, tmp_path / "model")
     with pytest.raises(ModelError, match=r"'layers\.1\.values' holds NaN during calibration"):
-        optimized(replace(config, model=path))
+        calibrated(replace(config, model=path))
 
 
 def test_statistics_that_know_no_cache_are_refused(config: BuildConfig, tmp_path: Path) -> None:
@@ -102,11 +102,11 @@ def test_statistics_that_know_no_cache_are_refused(config: BuildConfig, tmp_path
     from llmbuild.builder.passes.linear_inputs import linear_inputs
     from support.calibrated import before_formats
 
-    program = before_formats(config.model)
+    program = before_formats(traced("llama"))
     Calibration(replace(config, calibration=tmp_path / "old"))(program, linear_inputs(program), frozenset())
     config = replace(config, calibration=tmp_path / "old", calibration_text=None, calibration_tokens=None)
     with pytest.raises(ConfigError, match=r"layers\.0\.keys.* 3 more"):
-        optimized(config)
+        calibrated(config)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("fp8", 2 * WIDTH), ("int8", 2 * WIDTH + 8), ("auto", 4 * WIDTH)])
@@ -161,7 +161,7 @@ def test_scales_of_a_checkpoint_are_used_without_being_asked_for(tmp_path: Path)
     choices = choose(config)
     assert choices.recipe.kv_cache == KvCache("fp8", stored=True)
     assert "kv_cache_dtype fp8: with the scales of the checkpoint" in choices.notes
-    program, calibration = optimized(config)
+    program, calibration = calibrated(config)
     found = [float(program.weights[f"{part}_scale_{n}"].load()) for n in range(LAYERS) for part in ("keys", "values")]
     assert found == [0.25, 0.5, 0.75, 1.0] and calibration.file is None
     assert not any("KV cache" in line for line in program.rewrites[0].declined)
@@ -197,7 +197,7 @@ def test_the_computation_dtype_by_name_leaves_the_scales_of_a_checkpoint_alone(t
 def test_scales_that_cannot_be_used_stop_the_build(options: dict, message: str, tmp_path: Path) -> None:
     config = BuildConfig(model=checkpoint(tmp_path, **options), output=tmp_path / "engine", target="cuda", sm="90")
     with pytest.raises(ModelError, match=message):
-        program, _ = optimized(config)
+        program, _ = calibrated(config)
         program.weights["keys_scale_0"].load()
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Constant, Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.passes.edit import arg
@@ -24,7 +21,7 @@ from llmbuild.quantization.smooth import SmoothSearch, StaticScale, candidates, 
 from support.calibrated import KnownRows, before_formats, gathered
 from support.packed_driver import Request, drive
 from support.small_programs import count, random
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 PROMPT = np.random.default_rng(1).integers(3, 250, 20).tolist()
 SCHEMES = [SmoothQuant(), SmoothQuant(PerTensor())]
@@ -94,11 +91,6 @@ def test_the_static_scale_clips_nothing_of_the_calibration() -> None:
         StaticScale(KnownRows(nan), "x", None).load()
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_model("llama"), tmp_path_factory.mktemp("smooth") / "llama")
-
-
 def logits(program: Program) -> np.ndarray:
     oracle, state = Oracle(program), PagedState(num_blocks=8, block_size=8)
     return drive(lambda step: oracle.run(step, state).numpy(), [Request(PROMPT, prompt=20)], num_blocks=8)[0]
@@ -106,9 +98,9 @@ def logits(program: Program) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "int8-sq", "int8-sq-static"])
-def test_a_model_becomes_products_of_integers(llama: Path, name: str, dtype: torch.dtype) -> None:
-    wanted = logits(before_formats(llama, dtype))
-    program = load_program(llama, dtype=dtype)
+def test_a_model_becomes_products_of_integers(name: str, dtype: torch.dtype) -> None:
+    wanted = logits(before_formats(traced("llama", dtype=dtype)))
+    program = traced("llama", dtype=dtype)
     after: dict[str, np.ndarray] = {}
     calibrate = gathered([PROMPT])
     optimize(program, find_recipe(name), calibrate=calibrate, after_pass=remember(after))
@@ -129,11 +121,11 @@ def remember(found: dict[str, np.ndarray]):
     return after_pass
 
 
-def test_smoothing_helps_where_channels_are_large(llama: Path) -> None:
+def test_smoothing_helps_where_channels_are_large() -> None:
     """A norm that makes one channel 60 times as large, and weights that make it as small again."""
     errors = {}
     for name in ("int8", "int8-sq"):
-        program = before_formats(llama)
+        program = before_formats(traced("llama"))
         for node in program.graph.nodes:
             if node.name.endswith("layernorm_weight"):
                 program.weights[node.name] = Constant(grown(program.weights[node.name].load(), 60.0))
@@ -149,9 +141,8 @@ def grown(weight: torch.Tensor, times: float) -> torch.Tensor:
     return weight
 
 
-def test_experts_and_routers_say_what_becomes_of_them(tmp_path: Path) -> None:
-    path = save_tiny(tiny_model("mixtral"), tmp_path / "model", tokenizer=False)
-    program = load_program(path, dtype=torch.float32)
+def test_experts_and_routers_say_what_becomes_of_them() -> None:
+    program = traced("mixtral")
     optimize(program, find_recipe("int8"))
     log = next(each for each in program.rewrites if each.name == "choose_formats")
     assert any("weights alone are in 8 bits" in line and "experts" in line for line in log.declined)
@@ -159,19 +150,19 @@ def test_experts_and_routers_say_what_becomes_of_them(tmp_path: Path) -> None:
     assert np.isfinite(logits(program)).all()
 
 
-def test_layers_may_follow_other_recipes(llama: Path) -> None:
+def test_layers_may_follow_other_recipes() -> None:
     recipe = customized("int8-sq", ["*.0.mlp.up_proj.*"], ["*.1.self_attn.q_proj.*=int8-sq-static"])
-    program = before_formats(llama)
+    program = before_formats(traced("llama"))
     log = choose_formats(program, recipe, gathered([PROMPT]))
     assert sum("its linears follow different recipes" in line for line in log.declined) == 2
     static = [node for node in program.graph.nodes if "round_rows" in str(node.target) and arg(node, 1) is not None]
     assert len(static) == 1 and np.isfinite(logits(program)).all()
 
 
-def test_nonsense_is_refused(llama: Path) -> None:
+def test_nonsense_is_refused() -> None:
     with pytest.raises(ConfigError, match="in at least 1 step, not 0"):
         SmoothQuant(steps=0)
     with pytest.raises(ConfigError, match="recipe 'int8-sq' needs calibration"):
-        choose_formats(before_formats(llama), find_recipe("int8-sq"))
+        choose_formats(before_formats(traced("llama")), find_recipe("int8-sq"))
     assert SmoothQuant().activations == PerToken() and isinstance(find_recipe("int8").linear.activations, PerToken)
     assert isinstance(find_recipe("int8"), Recipe) and not find_recipe("int8").calibrated

@@ -26,7 +26,8 @@ from llmbuild.runtime.request import make_request
 from llmbuild.runtime.sampling_params import SamplingParams
 from support.cpu_engines import Conversation
 from support.fake_device import FakeDevice
-from support.tensorrt_graphs import CAPACITY, LIMITS, SLOTS, Twin, optimized, scenario
+from support.tensorrt_graphs import CAPACITY, LIMITS, SLOTS, Twin, scenario
+from support.traced import optimized
 
 SERVING = ServingLimits(SLOTS, LIMITS.max_num_tokens, CAPACITY, 288, ())
 
@@ -66,7 +67,7 @@ class TwinSession:
 def lowered(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """(program, twin, engine)"""
     folder = tmp_path_factory.mktemp("rtx")
-    program = optimized(folder, "mistral")
+    program = optimized("mistral")
     (folder / "plan").mkdir()
     (folder / "plan" / "e.engine").write_bytes(b"engine")
     section = {

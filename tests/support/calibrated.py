@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from llmbuild.builder.calibrate import calibrate
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.passes.linear_inputs import Calibrate, LinearInput, linear_inputs
 from llmbuild.builder.pipeline import phases
@@ -18,9 +16,8 @@ from llmbuild.quantization.recipes import find_recipe
 Windows = Sequence[Sequence[int]]
 
 
-def before_formats(path: Path, dtype: torch.dtype = torch.float32) -> Program:
-    """Trace the model at `path` and run all passes that come before the weights' formats are chosen."""
-    program = load_program(path, dtype=dtype)
+def before_formats(program: Program) -> Program:
+    """Run all passes that come before the weights' formats are chosen over a traced program, and return it."""
     for name, apply in phases(find_recipe("none")):
         if name == "choose_formats":
             return program

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
-from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import CompiledTarget, CompileOptions, Limits
 from llmbuild.builder.targets.cpu import native_library
 from llmbuild.builder.targets.cpu.target import CpuTarget
 from llmbuild.plugins.attention_reference import PagedState
-from llmbuild.quantization.recipes import find_recipe
 from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.executors.cpu_dense import split_step
 from llmbuild.runtime.executors.cpu_session import CpuSession
-from support.tiny_models import save_tiny, tiny_model
 
 needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="no C++ compiler")
 
 LIMITS = Limits(max_batch_size=4, max_num_tokens=64, max_seq_len=128, block_size=4)
-
-
-def optimized(directory: Path, family: str, recipe: str = "none", **overrides: Any) -> Program:
-    """Trace and optimise a tiny model saved below `directory`."""
-    path = save_tiny(tiny_model(family, **overrides), directory / family)
-    program = load_program(path, dtype=torch.float32)
-    optimize(program, find_recipe(recipe))
-    return program
 
 
 def compiled(program: Program, directory: Path, *, native: bool) -> CompiledTarget:

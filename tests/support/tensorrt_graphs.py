@@ -8,18 +8,15 @@ import numpy as np
 import onnx
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
-from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.onnx_graph.emitter import Emitter
 from llmbuild.builder.targets.tensorrt.graph import lower
 from llmbuild.plugins.attention_reference import PagedState
-from llmbuild.quantization.recipes import find_recipe
 from llmbuild.selftest.twins import SlotTwin, filled
+from support import traced
 from support.cpu_engines import Conversation
-from support.tiny_models import save_tiny, tiny_model
 
 SLOTS, CAPACITY = 4, 48
 LIMITS = Limits(max_batch_size=SLOTS, max_num_tokens=32, max_seq_len=CAPACITY, block_size=CAPACITY)
@@ -28,11 +25,8 @@ LIMITS = Limits(max_batch_size=SLOTS, max_num_tokens=32, max_seq_len=CAPACITY, b
 def optimized(
     directory: Path, family: str, recipe: str = "none", dtype: torch.dtype = torch.float32, **overrides: object
 ) -> Program:
-    """Trace and optimise a tiny model saved below `directory`."""
-    path = save_tiny(tiny_model(family, **overrides), directory / family, tokenizer=False)
-    program = load_program(path, dtype=dtype)
-    optimize(program, find_recipe(recipe))
-    return program
+    """`traced.optimized`, for callers that still name a folder."""
+    return traced.optimized(family, recipe, dtype=dtype, **overrides)
 
 
 class Twin(SlotTwin):

@@ -54,7 +54,9 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedMo
         seed: Seed of the weights.
         **overrides: Config values that replace the tiny defaults.
     """
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), attn_implementation="eager")
+    with torch.random.fork_rng(devices=[]):  # some families draw sinks or biases, to which the noise is added
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), attn_implementation="eager")
     model = model.float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

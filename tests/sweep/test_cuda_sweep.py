@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
-from llmbuild.builder.pipeline import optimize
 from llmbuild.errors import UnsupportedError
-from llmbuild.quantization.recipes import find_recipe
 from support.packed_driver import Request, drive
 from support.plans import tiny_executor
 from support.sweep import SWEEP, VARIANTS
-from support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model
+from support.tiny_models import VOCAB_SIZE, tiny_model
+from support.traced import optimized
 
 QUICK = {"llama", "gemma2", "falcon (ALiBi)", "minicpm3", "gpt_oss"}
 HALF = ("llama", "bloom")
@@ -29,17 +25,14 @@ def requests() -> list[Request]:
     return [Request(draw[:14], prompt=11, chunks=(5,)), Request(draw[14:18], prompt=1, arrives=2)]
 
 
-def planned_logits(name: str, directory: Path, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def planned_logits(name: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return the logits that steps ask for (of each chunk's last token), by the plan and by transformers in float32.
 
     So a step has fewer rows of logits than tokens, and the kernels of either are told apart.
     """
     family, options = VARIANTS.get(name, (name, {}))
     model = tiny_model(family, **options)
-    path = save_tiny(model, directory / "model", tokenizer=False)
-    program = load_program(path, dtype=dtype)
-    optimize(program, find_recipe("none"))
-    executor = tiny_executor(program, num_blocks=8)
+    executor = tiny_executor(optimized(family, dtype=dtype, **options), num_blocks=8)
     found = np.concatenate(drive(executor.forward, requests(), num_blocks=8, all_rows=False))
     with torch.inference_mode():
         expected = [model(torch.tensor([request.tokens])).logits[0] for request in requests()]
@@ -52,21 +45,19 @@ def planned_logits(name: str, directory: Path, dtype: torch.dtype) -> tuple[np.n
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SWEEP],
 )
-def test_plan_of_family(name: str, tmp_path: Path) -> None:
-    found, expected = planned_logits(name, tmp_path, torch.float32)
+def test_plan_of_family(name: str) -> None:
+    found, expected = planned_logits(name, torch.float32)
     assert np.abs(found - expected).max() < TOLERANCES[torch.float32] * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_plan_of_family_in_float16(name: str, tmp_path: Path) -> None:
-    found, expected = planned_logits(name, tmp_path, torch.float16)
+def test_plan_of_family_in_float16(name: str) -> None:
+    found, expected = planned_logits(name, torch.float16)
     assert np.abs(found - expected).max() < TOLERANCES[torch.float16] * np.abs(expected).max()
 
 
-def test_rows_that_no_row_program_can_reach_are_refused_by_name(tmp_path: Path) -> None:
+def test_rows_that_no_row_program_can_reach_are_refused_by_name() -> None:
     """Two experts a token: Llama 4's products over all tokens stay as they are, [E, T, H] seen as [E·T, H]."""
-    model = tiny_model("llama4_text", num_experts_per_tok=2)
-    program = load_program(save_tiny(model, tmp_path / "model", tokenizer=False), dtype=torch.float32)
-    optimize(program, find_recipe("none"))
+    program = optimized("llama4_text", num_experts_per_tok=2)
     with pytest.raises(UnsupportedError, match="rows that are not the first axis"):
         tiny_executor(program)

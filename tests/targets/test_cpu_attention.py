@@ -14,7 +14,8 @@ import torch
 from llmbuild.builder.ir import Constant, Program
 from llmbuild.builder.passes.edit import arguments, fake_mode_of
 from llmbuild.builder.targets.cpu import native_library
-from support.cpu_engines import compiled, needs_compiler, open_session, optimized, oracle_logits, session_logits
+from support.cpu_engines import compiled, needs_compiler, open_session, oracle_logits, session_logits
+from support.traced import optimized
 
 SINKS, SLOPES = [0.5, -1.0, 2.0, 0.0], [0.1, 0.2, 0.05, 0.4]
 
@@ -50,7 +51,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_feature(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    program = optimized(tmp_path, case.family, **case.config)
+    program = optimized(case.family, **case.config)
     plain = oracle_logits(program)
     put_in(program, case.extras)
     expected = oracle_logits(program)
@@ -67,7 +68,7 @@ def test_feature(name: str, tmp_path: Path) -> None:
 @needs_compiler
 def test_the_fallback_is_named(tmp_path: Path) -> None:
     """Heads of 12 channels: attention in standard operators, and the report says why."""
-    program = optimized(tmp_path, "llama", head_dim=12)
+    program = optimized("llama", head_dim=12)
     compiled(program, tmp_path / "engine", native=True)
     assert program.rewrites[-1].declined[-1] == (
         "attention in standard operators: layer 0 has heads of 12 channels (multiples of 8 up to 512 are known)"

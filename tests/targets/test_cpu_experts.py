@@ -21,9 +21,10 @@ from llmbuild.builder.targets.onnx_graph.emitter import NATIVE
 from llmbuild.plugins import moe_reference
 from llmbuild.quantization.recipes import find_recipe
 from llmbuild.runtime.executors.cpu_session import CpuSession
-from support.cpu_engines import compiled, needs_compiler, open_session, optimized, oracle_logits, session_logits
+from support.cpu_engines import compiled, needs_compiler, open_session, oracle_logits, session_logits
 from support.small_programs import random, result, small_program
 from support.tiny_models import MOE_FAMILIES
+from support.traced import optimized
 
 COMPILER = native_library.find_compiler()
 FORMS = [pytest.param(False, id="onnxruntime"), pytest.param(True, id="native", marks=needs_compiler)]
@@ -106,7 +107,7 @@ QUICK = ("deepseek_v3",)
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MOE_FAMILIES]
 )
 def test_family_in_float32(family: str, tmp_path: Path) -> None:
-    program = optimized(tmp_path, family)
+    program = optimized(family)
     expected = oracle_logits(program)
     scale = max(float(abs(logits).max()) for logits in expected)
     for native in (False, True) if COMPILER else (False,):

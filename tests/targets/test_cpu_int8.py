@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import CompileOptions, Limits
@@ -17,15 +16,15 @@ from llmbuild.quantization.recipes import find_recipe
 from support.calibrated import gathered
 from support.cpu_engines import compiled, needs_compiler, open_session, oracle_logits, session_logits
 from support.small_programs import random, result, small_program, small_step
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 OPS = torch.ops.llmbuild
 FORMS = [pytest.param(False, id="onnxruntime"), pytest.param(True, id="native", marks=needs_compiler)]
 WINDOWS = [list(range(5, 60)), list(range(90, 130))]
 
 
-def program_of(family: str, recipe: str, directory: Path) -> Program:
-    program = load_program(save_tiny(tiny_model(family), directory / "model"), dtype=torch.float32)
+def program_of(family: str, recipe: str) -> Program:
+    program = traced(family)
     optimize(program, find_recipe(recipe), calibrate=gathered(WINDOWS))
     return program
 
@@ -44,7 +43,7 @@ def program_of(family: str, recipe: str, directory: Path) -> Program:
 def test_an_engine_computes_what_the_oracle_does(family: str, recipe: str, native: bool, tmp_path: Path) -> None:
     """Integers are summed exactly, so that only a value on the edge between two levels may fall otherwise. Without
     native operators, MatMulNBits rounds what lm_head reads as well."""
-    program = program_of(family, recipe, tmp_path)
+    program = program_of(family, recipe)
     expected = np.concatenate(oracle_logits(program))
     target = compiled(program, tmp_path / "engine", native=native)
     assert "int8" in target.weight_bytes

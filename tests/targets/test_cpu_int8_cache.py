@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from llmbuild import BuildConfig, build
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.pipeline import optimize
@@ -25,6 +24,7 @@ from llmbuild.plugins.cache_rounding import round_int8, widened
 from llmbuild.quantization.recipes import KvCache, find_recipe
 from support.cpu_engines import LIMITS, Conversation, compiled, needs_compiler, open_session, run_step, scenario
 from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 CALLS = """
 #include "cache_row.h"
@@ -72,9 +72,8 @@ def test_rows_are_those_of_the_reference_bit_for_bit(rows: Any) -> None:
     np.testing.assert_array_equal(wide, widened(expected, expected_scales).numpy())
 
 
-def int8_program(directory: Path, family: str, **overrides: Any) -> Program:
-    path = save_tiny(tiny_model(family, **overrides), directory / family)
-    program = load_program(path, dtype=torch.float32)
+def int8_program(family: str, **overrides: Any) -> Program:
+    program = traced(family, **overrides)
     optimize(program, replace(find_recipe("none"), kv_cache=KvCache("int8")))
     return program
 
@@ -82,7 +81,7 @@ def int8_program(directory: Path, family: str, **overrides: Any) -> Program:
 @needs_compiler
 @pytest.mark.parametrize("family", ["llama", "gemma2", "minicpm3"])
 def test_engine_rounds_as_the_oracle_does(family: str, tmp_path: Path) -> None:
-    program = int8_program(tmp_path, family)
+    program = int8_program(family)
     oracle, state = Oracle(program), PagedState(64, LIMITS.block_size)
     plain = Conversation()
     expected = [oracle.run(plain.step(chunks), state).numpy() for chunks in scenario()]
@@ -101,7 +100,7 @@ def test_engine_rounds_as_the_oracle_does(family: str, tmp_path: Path) -> None:
 
 @needs_compiler
 def test_q_k_and_v_are_still_read_in_one_piece(tmp_path: Path) -> None:
-    program = int8_program(tmp_path, "llama")
+    program = int8_program("llama")
     compiled(program, tmp_path / "engine", native=True)
     targets = [str(node.target) for node in program.graph.nodes if "d_attention" in str(node.target)]
     assert targets == ["llmbuild_cpu.packed_attention.default"] * 2
@@ -109,14 +108,14 @@ def test_q_k_and_v_are_still_read_in_one_piece(tmp_path: Path) -> None:
 
 
 def test_without_native_operators_it_is_refused(tmp_path: Path) -> None:
-    program = int8_program(tmp_path, "llama")
+    program = int8_program("llama")
     with pytest.raises(UnsupportedError, match="an int8 KV cache needs the native operators"):
         compiled(program, tmp_path / "engine", native=False)
 
 
 @needs_compiler
 def test_heads_that_the_native_operator_does_not_know_are_refused(tmp_path: Path) -> None:
-    program = int8_program(tmp_path, "llama", head_dim=12)
+    program = int8_program("llama", head_dim=12)
     assert any("heads of 12 channels" in (CpuTarget().supports(node) or "") for node in program.graph.nodes)
     with pytest.raises(UnsupportedError, match="needs the native operators") as error:
         compiled(program, tmp_path / "engine", native=True)

@@ -8,14 +8,15 @@ import numpy as np
 import psutil
 import pytest
 
-from support.cpu_engines import LIMITS, Conversation, compiled, needs_compiler, open_session, optimized, run_step
+from support.cpu_engines import LIMITS, Conversation, compiled, needs_compiler, open_session, run_step
+from support.traced import optimized
 
 FORMS = [pytest.param(False, id="dense"), pytest.param(True, id="paged", marks=needs_compiler)]
 
 
 @pytest.mark.parametrize("native", FORMS)
 def test_a_step_writes_its_slots_and_nothing_else(native: bool, tmp_path: Path) -> None:
-    target = compiled(optimized(tmp_path, "llama"), tmp_path / "engine", native=native)
+    target = compiled(optimized("llama"), tmp_path / "engine", native=native)
     session = open_session(tmp_path / "engine", target)
     conversation = Conversation()
     step = conversation.step({"a": [1, 2, 3, 4, 5, 6], "b": [7]})
@@ -30,7 +31,7 @@ def test_a_step_writes_its_slots_and_nothing_else(native: bool, tmp_path: Path) 
 @pytest.mark.parametrize("native", FORMS)
 def test_pools_of_gigabytes_are_not_touched(native: bool, tmp_path: Path) -> None:
     """Pools are zero pages until written. A copy of the four pools of 512 MiB would make all of them resident."""
-    target = compiled(optimized(tmp_path, "llama"), tmp_path / "engine", native=native)
+    target = compiled(optimized("llama"), tmp_path / "engine", native=native)
     num_blocks = (512 << 20) // (LIMITS.block_size * 32 * 4)
     session = open_session(tmp_path / "engine", target, num_blocks=num_blocks)
     assert sum(pool.nbytes for pool in session.pools.values()) == 4 * (512 << 20)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from llmbuild.builder.targets.cpu import native_library
-from support.cpu_engines import compiled, needs_compiler, open_session, optimized, oracle_logits, session_logits
+from support.cpu_engines import compiled, needs_compiler, open_session, oracle_logits, session_logits
 from support.tiny_models import FAMILIES
+from support.traced import optimized
 
 FORMS = [pytest.param(False, id="onnxruntime"), pytest.param(True, id="native", marks=needs_compiler)]
 
@@ -20,7 +21,7 @@ CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) f
 @pytest.mark.parametrize("family", CASES)
 def test_float32(family: str, tmp_path: Path) -> None:
     """Float32 engines differ from the oracle by rounding only, whichever attention they have."""
-    program = optimized(tmp_path, family)
+    program = optimized(family)
     expected = oracle_logits(program)
     for native in (False, True):
         if native and native_library.find_compiler() is None:
@@ -36,7 +37,7 @@ def test_float32(family: str, tmp_path: Path) -> None:
 def test_weight_only(recipe: str, native: bool, tmp_path: Path) -> None:
     """The oracle multiplies with the same dequantized weights. The native operators keep activations in float32;
     onnxruntime's round them to 8 bits, which shows."""
-    program = optimized(tmp_path, "llama", recipe)
+    program = optimized("llama", recipe)
     expected = oracle_logits(program)
     target = compiled(program, tmp_path / "engine", native=native)
     got = session_logits(open_session(tmp_path / "engine", target), target)
@@ -47,7 +48,7 @@ def test_weight_only(recipe: str, native: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", FORMS)
 def test_larger_groups(recipe: str, native: bool, tmp_path: Path) -> None:
     """down_proj has 160 columns: whole groups and a part of one, or one scale a row."""
-    program = optimized(tmp_path, "llama", recipe, intermediate_size=160)
+    program = optimized("llama", recipe, intermediate_size=160)
     expected = oracle_logits(program)
     target = compiled(program, tmp_path / "engine", native=native)
     got = session_logits(open_session(tmp_path / "engine", target), target)
@@ -57,7 +58,7 @@ def test_larger_groups(recipe: str, native: bool, tmp_path: Path) -> None:
 @needs_compiler
 def test_packed_graph_is_still_right_for_the_oracle(tmp_path: Path) -> None:
     """The target's own pass keeps the graph executable: the oracle gives the same logits before and after."""
-    program = optimized(tmp_path, "llama")
+    program = optimized("llama")
     before = oracle_logits(program)
     compiled(program, tmp_path / "engine", native=True)
     assert program.rewrites[-1].name == "cpu_packed"

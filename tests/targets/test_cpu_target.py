@@ -12,20 +12,29 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from llmbuild.builder.frontend.load import load_program
+from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import CompileOptions
 from llmbuild.builder.targets.cpu import native_library
 from llmbuild.builder.targets.cpu.target import CpuTarget
 from llmbuild.builder.targets.registry import find_target
 from llmbuild.errors import ConfigError, UnsupportedError
-from support.cpu_engines import LIMITS, compiled, needs_compiler, optimized
+from llmbuild.quantization.recipes import find_recipe
+from support.cpu_engines import LIMITS, compiled, needs_compiler
+from support.tiny_models import save_tiny, tiny_model
+from support.traced import optimized
 
 
 @needs_compiler
 @pytest.mark.parametrize("recipe", ["none", "int4-wo"])
 def test_same_model_gives_the_same_bytes(recipe: str, tmp_path: Path) -> None:
+    """From two folders: neither is in what is written."""
     digests = []
     for place in ("first", "second"):
-        target = compiled(optimized(tmp_path / place, "llama", recipe), tmp_path / place / "engine", native=True)
+        path = save_tiny(tiny_model("llama"), tmp_path / place / "model")
+        program = load_program(path, dtype=torch.float32)
+        optimize(program, find_recipe(recipe))
+        target = compiled(program, tmp_path / place / "engine", native=True)
         files = sorted(path for path in (tmp_path / place / "engine").rglob("*") if path.is_file())
         digests.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files])
         assert json.dumps(target.section, sort_keys=True)
@@ -36,7 +45,7 @@ def test_same_model_gives_the_same_bytes(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_compiler)])
 def test_files(native: bool, tmp_path: Path) -> None:
     """The graph holds no weights; the weight file is plain safetensors from a page on; ties are stored once."""
-    program = optimized(tmp_path, "gemma2")  # ties its embedding
+    program = optimized("gemma2")  # ties its embedding
     target = compiled(program, tmp_path / "engine", native=native)
     tensors = load_file(tmp_path / "engine" / "weights" / "cpu.safetensors")
     assert sum(array.nbytes for array in tensors.values()) == sum(target.weight_bytes.values())
@@ -52,7 +61,7 @@ def test_files(native: bool, tmp_path: Path) -> None:
 
 
 def test_nodes_carry_the_names_of_the_graph(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "llama")
+    program = optimized("llama")
     compiled(program, tmp_path / "engine", native=False)
     model = onnx.load(tmp_path / "engine" / "plan" / "model.onnx", load_external_data=False)
     names = {node.name.split(".")[0] for node in model.graph.node}
@@ -62,7 +71,7 @@ def test_nodes_carry_the_names_of_the_graph(tmp_path: Path) -> None:
 
 
 def test_all_unsupported_nodes_are_named_at_once(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "llama")
+    program = optimized("llama")
     for node in list(program.graph.nodes):
         if node.target is torch.ops.aten.cos.default:
             node.target = torch.ops.aten.acosh.default
@@ -78,7 +87,7 @@ def test_all_unsupported_nodes_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_declines_says_why(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "llama", "int4-wo")
+    program = optimized("llama", "int4-wo")
     for node in program.graph.nodes:
         if node.target is torch.ops.llmbuild.linear_blockwise.default:
             node.args = (*node.args[:5], 3, *node.args[6:])
@@ -88,7 +97,7 @@ def test_a_rule_that_declines_says_why(tmp_path: Path) -> None:
 
 
 def test_only_float32(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "llama")
+    program = optimized("llama")
     with pytest.raises(ConfigError, match="the cpu target computes in float32, not bfloat16") as caught:
         CpuTarget().compile(program, CompileOptions(LIMITS, "bfloat16"), tmp_path / "engine")
     assert "--quant int8-wo" in str(caught.value)
@@ -105,7 +114,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv(native_library.VARIABLE, "none")
     assert native_library.find_compiler() is None
     with pytest.raises(ConfigError, match="no C\\+\\+ compiler was found"):
-        compiled(optimized(tmp_path, "llama"), tmp_path / "engine", native=True)
+        compiled(optimized("llama"), tmp_path / "engine", native=True)
 
 
 def test_a_compiler_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +139,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @needs_compiler
 def test_heads_that_native_attention_cannot_serve(tmp_path: Path) -> None:
     """Heads of 12 channels: attention in standard operators, linears native all the same."""
-    program = optimized(tmp_path, "llama", "int4-wo", head_dim=12)
+    program = optimized("llama", "int4-wo", head_dim=12)
     target = compiled(program, tmp_path / "engine", native=True)
     assert target.section["attention"] == "dense"
     model = onnx.load(tmp_path / "engine" / "plan" / "model.onnx", load_external_data=False)
@@ -140,7 +149,7 @@ def test_heads_that_native_attention_cannot_serve(tmp_path: Path) -> None:
 
 def test_int8_values_are_stored_unchanged(tmp_path: Path) -> None:
     """Dequantizing what the weight file holds gives the very weight that the program has."""
-    program = optimized(tmp_path, "llama", "int8-wo")
+    program = optimized("llama", "int8-wo")
     expected = {name: expr.load().numpy() for name, expr in program.weights.items() if name.endswith(("_q", "_scale"))}
     compiled(program, tmp_path / "engine", native=False)
     tensors = load_file(tmp_path / "engine" / "weights" / "cpu.safetensors")

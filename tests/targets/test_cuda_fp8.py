@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmbuild.builder.accuracy.walk import copy_program
 from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
@@ -26,8 +30,9 @@ from support.calibrated import gathered
 from support.packed_driver import Request, drive
 from support.plans import HARDWARE
 from support.small_programs import count
-from support.tiny_models import save_tiny, tiny_model
+from support.tiny_models import tiny_model
 from support.tiny_quantized import STORED, edit_tensors, save_quantized
+from support.traced import traced
 
 LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
 WINDOWS = [np.random.default_rng(7).integers(3, 250, 24).tolist() for _ in range(3)]
@@ -36,7 +41,6 @@ BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key
 
 def program_of(
     family: str,
-    directory: Path,
     recipe: str,
     *,
     dtype: torch.dtype = torch.float32,
@@ -44,8 +48,7 @@ def program_of(
     layers: tuple[str, ...] = (),
     **config: Any,
 ) -> Program:
-    path = save_tiny(tiny_model(family, **config), directory / "model", tokenizer=False)
-    program = load_program(path, dtype=dtype)
+    program = traced(family, dtype=dtype, **config)
     optimize(program, customized(recipe, exclude, layers), calibrate=gathered(WINDOWS))
     return program
 
@@ -73,99 +76,135 @@ def declined(program: Program) -> str:
     return "\n".join(next(r for r in program.rewrites if r.name == "choose_formats").declined)
 
 
-@pytest.mark.parametrize(
-    ("family", "recipe", "config"),
-    [
-        ("llama", "fp8", {}),
-        ("qwen3", "fp8-lm-head", {"vocab_size": 304, "tie_word_embeddings": False}),
-        ("qwen3", "fp8-static", {}),
-        pytest.param("llama", "fp8-gptq", {}, marks=pytest.mark.slow),
-        ("llama", "fp8-block", BLOCKS),
-        pytest.param("mixtral", "fp8", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_plans_compute_what_the_oracle_does(family: str, recipe: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """18 rows, few and one: with the library, with kernels for few rows, and on a GPU where the library has no scales.
+# How a plan computes: (scales after the products, hardware). With the library, with kernels for few rows, and on a GPU
+# where the library has no scales.
+VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "library": (False, {}),
+    "few rows": (False, {"small_gemms": True}),
+    "sm89": (False, {"sm": 89}),
+    "late": (True, {}),
+    "late, few rows": (True, {"small_gemms": True}),
+}
+# All variants of one recipe, and of the others those in which they differ from it; the rest is marked slow.
+CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
+    ("llama", "fp8", {}, tuple(VARIANTS)),
+    ("qwen3", "fp8-lm-head", {"vocab_size": 304, "tie_word_embeddings": False}, ("few rows", "late")),
+    ("qwen3", "fp8-static", {}, ("library", "late")),
+    ("llama", "fp8-block", BLOCKS, ("library", "sm89")),
+    ("llama", "fp8-gptq", {}, ()),
+    ("mixtral", "fp8", {}, ()),
+]
 
-    In float32 a value rounds as the oracle's does but for a few that lie just between two 8-bit floats.
-    """
-    program = program_of(family, tmp_path, recipe, **config)
-    assert count(program, "linear_scaled") == 8 + (recipe == "fp8-lm-head") - 4 * (family == "mixtral")
-    for hardware in ({}, {"small_gemms": True}, {"sm": 89}):
+
+def cases() -> Iterator[Any]:
+    for family, recipe, config, quick in CASES:
+        rest = tuple(name for name in VARIANTS if name not in quick)
+        for variants, marks in ((quick, []), (rest, [pytest.mark.slow])):
+            if variants:
+                name = f"{family}-{recipe}-{'slow' if marks else 'quick'}"
+                yield pytest.param(family, recipe, config, variants, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("family", "recipe", "config", "variants"), cases())
+def test_plans_compute_what_the_oracle_does(
+    family: str, recipe: str, config: dict[str, Any], variants: tuple[str, ...]
+) -> None:
+    """18 rows, few and one. In float32 a value rounds as the oracle's does but for a few that lie just between two
+    8-bit floats."""
+    early = program_of(family, recipe, **config)
+    products = count(early, "linear_scaled")
+    assert products == 8 + (recipe == "fp8-lm-head") - 4 * (family == "mixtral")
+    late = copy_program(early)
+    assert late_scales(late).count == (0 if recipe == "fp8-block" else products - (recipe == "fp8-lm-head"))
+    for name in variants:
+        after, hardware = VARIANTS[name]
+        if after and recipe == "fp8-block":
+            continue
+        program = late if after else early
         planned = plan(program, **hardware)
         numbers = [op.number_dtype for op in planned.plan.ops if isinstance(op, GemmOp)]
-        assert numbers.count("float8_e4m3fn") == count(program, "linear_scaled")
-        assert difference(program, planned) < 3e-2
-    products = count(program, "linear_scaled")
-    late = late_scales(program).count
-    assert late == (0 if recipe == "fp8-block" else products - (recipe == "fp8-lm-head"))
-    for hardware in ({}, {"small_gemms": True}) if late else ():
-        assert difference(program, plan(program, **hardware)) < 3e-2
+        assert after or numbers.count("float8_e4m3fn") == products
+        assert difference(program, planned) < 3e-2, name
 
 
-def test_a_half_precision_plan_is_near_the_oracle(tmp_path: Path) -> None:
+def test_a_half_precision_plan_is_near_the_oracle() -> None:
     """What the oracle rounds to bfloat16 before it rounds it to 8 bits, a row program rounds once."""
-    program = program_of("llama", tmp_path, "fp8", dtype=torch.bfloat16)
+    program = program_of("llama", "fp8", dtype=torch.bfloat16)
     assert difference(program, plan(program)) < 0.1
 
 
-def test_scales_stay_in_products_of_float16_whose_numbers_would_overflow(tmp_path: Path) -> None:
-    assert late_scales(program_of("llama", tmp_path / "half", "fp8", dtype=torch.float16)).count == 0
-    program = program_of("llama", tmp_path / "bfloat16", "fp8", dtype=torch.bfloat16)
+def test_scales_stay_in_products_of_float16_whose_numbers_would_overflow() -> None:
+    assert late_scales(program_of("llama", "fp8", dtype=torch.float16)).count == 0
+    program = program_of("llama", "fp8", dtype=torch.bfloat16)
     assert late_scales(program).count == count(program, "linear_numbers") == 8
     assert difference(program, plan(program)) < 0.1
 
 
-def test_the_loss_is_that_of_8_bit_floats(tmp_path: Path) -> None:
+def test_the_loss_is_that_of_8_bit_floats() -> None:
     """A weight rounded twice, a scale left out or a product in the wrong order loses more."""
-    exact = program_of("llama", tmp_path, "none", **BLOCKS)
+    exact = program_of("llama", "none", **BLOCKS)
     states = [PagedState(num_blocks=8, block_size=8) for _ in range(5)]
     wanted = logits_of(exact, lambda step, run=Oracle(exact): run.run(step, states[0]).numpy())
     asked = ~np.isnan(wanted).any(axis=1)
     for state, recipe in zip(states[1:], ("fp8", "fp8-lm-head", "fp8-static", "fp8-block"), strict=True):
-        rounded = load_program(tmp_path / "model", dtype=torch.float32)
+        rounded = traced("llama", **BLOCKS)
         optimize(rounded, find_recipe(recipe), calibrate=gathered(WINDOWS))
         found = logits_of(rounded, lambda step, run=Oracle(rounded), state=state: run.run(step, state).numpy())
         error = np.linalg.norm((found - wanted)[asked]) / np.linalg.norm(wanted[asked])
         assert 1e-3 < error < 0.25, recipe
 
 
-def test_experts_and_routers_stay_in_the_computation_dtype_and_that_is_said(tmp_path: Path) -> None:
-    program = program_of("mixtral", tmp_path, "fp8")
+def test_experts_and_routers_stay_in_the_computation_dtype_and_that_is_said() -> None:
+    program = program_of("mixtral", "fp8")
     assert count(program, "moe_experts") == 2 and count(program, "linear_scaled") == 4
     assert "experts have no products of 8-bit floats: they stay in the computation dtype" in declined(program)
     assert "chooses experts, which rounding would change" in declined(program)
 
 
-def test_what_is_excluded_or_follows_another_recipe_is_not_merged_with_the_rest(tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path, "fp8", exclude=("*.0.*.v_proj.*",), layers=("*.1.*.down_proj.*=int8-wo",))
+def test_what_is_excluded_or_follows_another_recipe_is_not_merged_with_the_rest() -> None:
+    program = program_of("llama", "fp8", exclude=("*.0.*.v_proj.*",), layers=("*.1.*.down_proj.*=int8-wo",))
     assert count(program, "linear_scaled") == 7  # of 8 without the rule; one has q and k alone
     assert count(program, "linear_blockwise") == 1 and count(program, "linear") == 2
     assert "v_proj.weight is excluded by" in declined(program)
 
 
-def test_a_tied_head_stays_plain_and_odd_sizes_do(tmp_path: Path) -> None:
-    tied = program_of("llama", tmp_path, "fp8-lm-head", tie_word_embeddings=True)
+def test_a_tied_head_stays_plain_and_odd_sizes_do() -> None:
+    tied = program_of("llama", "fp8-lm-head", tie_word_embeddings=True)
     assert "it is the embedding too, which is looked up unrounded" in declined(tied)
-    odd = program_of("llama", tmp_path / "odd", "fp8", intermediate_size=100)
+    odd = program_of("llama", "fp8", intermediate_size=100)
     assert "need sizes that are multiples of 16, not [64, 100]" in declined(odd)
     assert count(odd, "linear_scaled") == 4
-    narrow = program_of("llama", tmp_path / "narrow", "fp8-block")
+    narrow = program_of("llama", "fp8-block")
     assert "rows of 64 numbers are not made of blocks of 128" in declined(narrow)
 
 
-def test_linears_of_one_value_share_its_8_bit_floats(tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path, "fp8", layers=("*.q_proj.*=fp8-static",))
+def test_linears_of_one_value_share_its_8_bit_floats() -> None:
+    program = program_of("llama", "fp8", layers=("*.q_proj.*=fp8-static",))
     quantizers = count(program, "quantize_rows")
     assert count(program, "linear_scaled") == 10 and quantizers == 10  # q apart: with a scale of its own
-    plain = program_of("llama", tmp_path / "plain", "fp8")
+    plain = program_of("llama", "fp8")
     assert count(plain, "quantize_rows") == count(plain, "linear_scaled") == 8
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Program, Path, torch.nn.Module]]:
+    """Return what gives a program of a tiny Llama stored in a format, its directory, and the model that it holds."""
+
+    @cache
+    def load(name: str) -> tuple[Program, Path, torch.nn.Module]:
+        path, model = save_quantized(tiny_model("llama"), tmp_path_factory.mktemp("stored"), STORED[name])
+        return load_program(path, dtype=torch.float32), path, model
+
+    def copied(name: str) -> tuple[Program, Path, torch.nn.Module]:
+        program, path, model = load(name)
+        return copy_program(program), path, model
+
+    return copied
+
+
 @pytest.mark.parametrize(("name", "shared"), [("modelopt-fp8", "static"), ("float-quantized-dynamic", "dynamic")])
-def test_stored_8_bit_floats_are_multiplied_as_they_are_stored(name: str, shared: str, tmp_path: Path) -> None:
-    path, model = save_quantized(tiny_model("llama"), tmp_path, STORED[name])
-    program = load_program(path, dtype=torch.float32)
+def test_stored_8_bit_floats_are_multiplied_as_they_are_stored(name: str, shared: str, stored) -> None:
+    program, _, model = stored(name)
     optimize(program, multiplying_float8(find_recipe("stored")))
     assert count(program, "linear_scaled") == 8 and count(program, "linear") == 1
     numbers = {key: expr for key, expr in program.weights.items() if expr.dtype == torch.float8_e4m3fn}
@@ -178,30 +217,43 @@ def test_stored_8_bit_floats_are_multiplied_as_they_are_stored(name: str, shared
     assert all(program.weights[key].load().tolist() == [0.5] for key in static)
 
 
-def test_stored_8_bit_floats_are_dequantized_where_products_do_not_have_them(tmp_path: Path) -> None:
+def test_stored_8_bit_floats_are_dequantized_where_products_do_not_have_them(stored) -> None:
     """For a target without such products, and where blocks are of another size than those of products."""
-    path, _ = save_quantized(tiny_model("llama"), tmp_path / "tensor", STORED["modelopt-fp8"])
-    program = load_program(path, dtype=torch.float32)
+    program, *_ = stored("modelopt-fp8")
     optimize(program, find_recipe("stored"))
     assert count(program, "linear_scaled") == 0
     assert "dequantized from ModelOpt float8, one scale: the target has no products of 8-bit" in declined(program)
-    path, _ = save_quantized(tiny_model("llama"), tmp_path / "blocks", STORED["fp8-blocks"])
-    program = load_program(path, dtype=torch.float32)
+    program, *_ = stored("fp8-blocks")
     optimize(program, multiplying_float8(find_recipe("stored")))
     assert count(program, "linear_scaled") == 0 and "no product has such scales" in declined(program)
 
 
-def test_different_scales_of_activations_are_not_merged(tmp_path: Path) -> None:
-    path, _ = save_quantized(tiny_model("llama"), tmp_path, STORED["modelopt-fp8"])
-    edit_tensors(path, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.input_scale": torch.tensor(0.25)}))
-    program = load_program(path, dtype=torch.float32)
-    optimize(program, multiplying_float8(find_recipe("stored")))
-    assert count(program, "linear_scaled") == 9
+UP_SCALE = "model.layers.0.mlp.up_proj.input_scale"
+
+
+def test_different_scales_of_activations_are_not_merged(stored) -> None:
+    """Scales are read from the file when the formats are chosen."""
+    program, path, _ = stored("modelopt-fp8")
+    with changed(path, 0.25):
+        optimize(program, multiplying_float8(find_recipe("stored")))
+        assert count(program, "linear_scaled") == 9
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), -1.0])
-def test_a_stored_scale_that_is_no_positive_number_is_refused(bad: float, tmp_path: Path) -> None:
-    path, _ = save_quantized(tiny_model("llama"), tmp_path, STORED["modelopt-fp8"])
-    edit_tensors(path, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.input_scale": torch.tensor(bad)}))
-    with pytest.raises(ModelError, match=r"scale of the activations of 'model\.layers\.0\.mlp\.up_proj\.weight' is"):
-        optimize(load_program(path, dtype=torch.float32), multiplying_float8(find_recipe("stored")))
+def test_a_stored_scale_that_is_no_positive_number_is_refused(bad: float, stored) -> None:
+    program, path, _ = stored("modelopt-fp8")
+    with (
+        changed(path, bad),
+        pytest.raises(ModelError, match=r"scale of the activations of 'model\.layers\.0\.mlp\.up_proj\.weight' is"),
+    ):
+        optimize(program, multiplying_float8(find_recipe("stored")))
+
+
+@contextmanager
+def changed(path: Path, scale: float) -> Iterator[None]:
+    """Put another scale of the activations of one linear into the file, for a while."""
+    edit_tensors(path, lambda tensors: tensors.update({UP_SCALE: torch.tensor(scale)}))
+    try:
+        yield
+    finally:
+        edit_tensors(path, lambda tensors: tensors.update({UP_SCALE: torch.tensor(0.5)}))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.passes.edit import arg
@@ -24,15 +22,14 @@ from llmbuild.quantization.recipes import find_recipe
 from support.calibrated import gathered
 from support.packed_driver import Request, drive
 from support.plans import HARDWARE
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
 TOKENS = np.random.default_rng(1).integers(3, 250, 26).tolist()
 
 
-def program_of(family: str, recipe: str, directory: Path) -> Program:
-    path = save_tiny(tiny_model(family), directory / "model", tokenizer=False)
-    program = load_program(path, dtype=torch.float32)
+def program_of(family: str, recipe: str) -> Program:
+    program = traced(family)
     optimize(program, find_recipe(recipe), calibrate=gathered([TOKENS]))
     return program
 
@@ -48,16 +45,22 @@ def errors(program: Program, planned: Planned) -> np.ndarray:
     return np.abs(found - expected)[asked].max(axis=1) / np.abs(expected[asked]).max()
 
 
-@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
-    ("family", "recipe"),
-    [("llama", "int8"), ("llama", "int8-sq"), ("llama", "int8-sq-static"), ("qwen3", "int8-sq"), ("mixtral", "int8")],
+    ("family", "recipe", "few"),
+    [
+        ("llama", "int8", False),
+        ("llama", "int8-sq", True),
+        ("llama", "int8-sq-static", False),
+        ("mixtral", "int8", False),
+        pytest.param("llama", "int8-sq", False, marks=pytest.mark.slow),
+        pytest.param("qwen3", "int8-sq", False, marks=pytest.mark.slow),
+        pytest.param("qwen3", "int8-sq", True, marks=pytest.mark.slow),
+    ],
 )
-def test_a_plan_computes_what_the_oracle_does(family: str, recipe: str, few: bool, tmp_path: Path) -> None:
-    """Integers are summed exactly, so that only a value on the edge between two levels may fall otherwise."""
-    if few and recipe != "int8-sq":
-        pytest.skip("kernels for few rows are the same for every recipe")
-    program = program_of(family, recipe, tmp_path)
+def test_a_plan_computes_what_the_oracle_does(family: str, recipe: str, few: bool) -> None:
+    """Integers are summed exactly, so that only a value on the edge between two levels may fall otherwise. few: with
+    the kernels for few rows, which are the same for every recipe."""
+    program = program_of(family, recipe)
     planned = plan_program(program, LIMITS, dataclasses.replace(HARDWARE, small_gemms=few))
     products = [op for op in planned.plan.ops if isinstance(op, GemmOp) and op.number_dtype == "int8"]
     assert len(products) == (2 * 2 if family == "mixtral" else 2 * 4)
@@ -65,9 +68,9 @@ def test_a_plan_computes_what_the_oracle_does(family: str, recipe: str, few: boo
     assert np.median(found) < 1e-5 and found.max() < 0.02
 
 
-def test_row_programs_leave_integers_and_scales_and_no_floats_for_products(tmp_path: Path) -> None:
+def test_row_programs_leave_integers_and_scales_and_no_floats_for_products() -> None:
     """Rounding is part of the program that makes a value: none is written as floats to be rounded by another."""
-    program = program_of("llama", "int8-sq", tmp_path)
+    program = program_of("llama", "int8-sq")
     parts = partition(program)
     launches = [part for part in parts.parts if isinstance(part, Launch)]
     made = {name for part in launches for name in part.arguments[: len(part.kernel.outputs)]}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from llmbuild.builder import sections
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
 from llmbuild.builder.pipeline import optimize
@@ -25,17 +22,21 @@ from llmbuild.runtime.executors.cuda.memory import block_bytes
 from support.calibrated import gathered
 from support.packed_driver import Request, drive
 from support.plans import HARDWARE
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
 # One head a group and several, norms of queries and keys, windows and softcaps, heads of 24 and 16 channels.
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "minicpm3")
-QUICK = {"llama", "gemma2"}
+QUICK = {("llama", "fp8"), ("llama", "int8"), ("gemma2", "int8")}
+CASES = [
+    pytest.param(family, dtype, marks=() if (family, dtype) in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+    for dtype in ("fp8", "int8")
+]
 
 
-def program_of(family: str, directory: Path, cache: KvCache | None, quant: str = "none") -> Program:
-    path = save_tiny(tiny_model(family), directory / "model", tokenizer=False)
-    program = load_program(path, dtype=torch.float32)
+def program_of(family: str, cache: KvCache | None, quant: str = "none") -> Program:
+    program = traced(family)
     draw = np.random.default_rng(3).integers(3, 250, 40).tolist()
     optimize(program, replace(find_recipe(quant), kv_cache=cache), calibrate=gathered([draw]))
     return program
@@ -53,10 +54,9 @@ def logits(program: Program, sm: int = 90) -> tuple[np.ndarray, np.ndarray, Plan
     return found[asked], expected[asked], executor, state
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES])
-def test_plan_rounds_as_the_oracle_does(family: str, dtype: str, tmp_path: Path) -> None:
-    program = program_of(family, tmp_path, KvCache(dtype))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_plan_rounds_as_the_oracle_does(family: str, dtype: str) -> None:
+    program = program_of(family, KvCache(dtype))  # type: ignore[arg-type]
     found, expected, executor, state = logits(program)
     # A number between two steps may be rounded to either where the keys differ in their last bits: a few in 10,000.
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
@@ -66,8 +66,8 @@ def test_plan_rounds_as_the_oracle_does(family: str, dtype: str, tmp_path: Path)
             assert ours.dtype == pool.dtype and (ours != pool.flatten()).float().mean() < 1e-3
 
 
-def test_sms_without_the_type_read_its_bits(tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path, KvCache("fp8"))
+def test_sms_without_the_type_read_its_bits() -> None:
+    program = program_of("llama", KvCache("fp8"))
     planned = plan_program(program, LIMITS, replace(HARDWARE, sm=80))
     attention = [spec for name, spec in planned.specs.items() if name.startswith("attention")]
     assert {spec.signature["keys"] for spec in attention if "keys" in spec.signature} == {"*u8"}
@@ -76,9 +76,9 @@ def test_sms_without_the_type_read_its_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", [None, KvCache("fp8"), KvCache("int8")])
-def test_pools_take_the_bytes_that_the_engine_says(cache: KvCache | None, tmp_path: Path) -> None:
+def test_pools_take_the_bytes_that_the_engine_says(cache: KvCache | None) -> None:
     """What `--kv-memory-fraction` shares out, and what `llmbuild inspect` and a dry run tell."""
-    program = program_of("minicpm3", tmp_path, cache)
+    program = program_of("minicpm3", cache)
     plan = plan_program(program, LIMITS, HARDWARE).plan
     section = sections.kv_cache(program, "float32", LIMITS, cache)
     assert block_bytes(plan) == section.token_bytes * LIMITS.block_size
@@ -96,9 +96,9 @@ def test_no_tile_of_16_values_beside_wider_keys(key: int, value: int, block: int
     assert replace(shape, kv_dtype="bfloat16", kv_scales="none").constants()["VALUE_BLOCK"] == min(block, value)
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
-def test_quantized_weights_and_cache_go_together(dtype: str, tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path, KvCache(dtype), quant="int8-wo")  # type: ignore[arg-type]
+@pytest.mark.parametrize("dtype", [pytest.param("fp8", marks=pytest.mark.slow), "int8"])
+def test_quantized_weights_and_cache_go_together(dtype: str) -> None:
+    program = program_of("llama", KvCache(dtype), quant="int8-wo")  # type: ignore[arg-type]
     found, expected, _, _ = logits(program)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
 
@@ -106,8 +106,8 @@ def test_quantized_weights_and_cache_go_together(dtype: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("sm", [80, 89, 90, 120])
-def test_kernels_compile(dtype: str, sm: int, tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path, KvCache(dtype))  # type: ignore[arg-type]
+def test_kernels_compile(dtype: str, sm: int) -> None:
+    program = program_of("llama", KvCache(dtype))  # type: ignore[arg-type]
     planned = plan_program(program, LIMITS, replace(HARDWARE, sm=sm))
     touched = [spec for spec in planned.specs.values() if {"keys", "keys_0_ptr"} & set(spec.signature)]
     assert len(touched) >= 3

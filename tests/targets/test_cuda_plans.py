@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
-from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.cuda import lowering
 from llmbuild.builder.targets.cuda.lowering import Planned, plan_program
@@ -22,21 +18,11 @@ from llmbuild.engine.launch_plan import GemmOp
 from llmbuild.errors import UnsupportedError
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.plugins.kernels import block_layout
-from llmbuild.quantization.recipes import find_recipe
 from support.packed_driver import Request, drive
 from support.plans import HARDWARE
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import optimized
 
 LIMITS = Limits(max_batch_size=8, max_num_tokens=32, max_seq_len=64, block_size=8)
-
-
-def program_of(
-    family: str, directory: Path, recipe: str = "none", dtype: torch.dtype = torch.float32, **overrides: Any
-) -> Program:
-    path = save_tiny(tiny_model(family, **overrides), directory / "model", tokenizer=False)
-    program = load_program(path, dtype=dtype)
-    optimize(program, find_recipe(recipe))
-    return program
 
 
 def difference(program: Program, planned: Planned) -> float:
@@ -61,11 +47,9 @@ def difference(program: Program, planned: Planned) -> float:
         ("llama", "int4-wo-g64-asym"),
     ],
 )
-def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(
-    family: str, recipe: str, tmp_path: Path
-) -> None:
+def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(family: str, recipe: str) -> None:
     """18 rows, few and one: a kernel for each, none for the library."""
-    program = program_of(family, tmp_path, recipe)
+    program = optimized(family, recipe)
     planned = plan_program(program, LIMITS, HARDWARE)
     products = [op for op in planned.plan.ops if isinstance(op, GemmOp) and op.kernels]
     assert products and all(op.kernels[-1].most_rows is None for op in products)
@@ -74,15 +58,15 @@ def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(
     assert difference(program, planned) < 1e-5
 
 
-def test_a_kernel_that_has_no_interpreter_is_stood_in_for(tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path, dtype=torch.float16, head_dim=64)
+def test_a_kernel_that_has_no_interpreter_is_stood_in_for() -> None:
+    program = optimized("llama", dtype=torch.float16, head_dim=64)
     planned = plan_program(program, LIMITS, HARDWARE)
     assert [name for name, spec in planned.specs.items() if spec.interpreted] == ["attention_prefill"]
     assert difference(program, planned) < 1e-2
 
 
-def test_products_of_few_rows_are_computed_by_kernels_of_the_engine(tmp_path: Path) -> None:
-    program = program_of("llama", tmp_path)
+def test_products_of_few_rows_are_computed_by_kernels_of_the_engine() -> None:
+    program = optimized("llama")
     planned = plan_program(program, LIMITS, dataclasses.replace(HARDWARE, small_gemms=True))
     products = [op for op in planned.plan.ops if isinstance(op, GemmOp)]
     assert all(op.kernels[0].most_rows == 1 for op in products)
@@ -90,21 +74,21 @@ def test_products_of_few_rows_are_computed_by_kernels_of_the_engine(tmp_path: Pa
     assert difference(program, planned) < 1e-5
 
 
-def test_blocks_that_no_kernel_reads_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_no_kernel_reads_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_layout, "BITS", (4,))
     with pytest.raises(UnsupportedError, match=r"linear_blockwise.*8 bits; kernels read 4"):
-        plan_program(program_of("llama", tmp_path, "int8-wo"), LIMITS, HARDWARE)
+        plan_program(optimized("llama", "int8-wo"), LIMITS, HARDWARE)
 
 
-def test_logits_of_a_half_precision_model_are_not_widened(tmp_path: Path) -> None:
-    planned = plan_program(program_of("llama", tmp_path, dtype=torch.bfloat16), LIMITS, HARDWARE)
+def test_logits_of_a_half_precision_model_are_not_widened() -> None:
+    planned = plan_program(optimized("llama", dtype=torch.bfloat16), LIMITS, HARDWARE)
     assert planned.plan.logits_dtype == "bfloat16"
 
 
 def test_sampling_is_in_the_plan_unless_the_vocabulary_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program = program_of("llama", tmp_path)
+    program = optimized("llama")
     hardware = dataclasses.replace(HARDWARE, sampling=True)
     sampling = plan_program(program, LIMITS, hardware).plan.sampling
     assert sampling is not None and sampling.num_tokens == program.info.vocab_size
@@ -112,6 +96,6 @@ def test_sampling_is_in_the_plan_unless_the_vocabulary_is_too_large(
     assert plan_program(program, LIMITS, hardware).plan.sampling is None
 
 
-def test_the_arena_is_no_larger_than_what_lives_at_once_needs_by_much(tmp_path: Path) -> None:
-    planned = plan_program(program_of("gemma2", tmp_path), LIMITS, HARDWARE)
+def test_the_arena_is_no_larger_than_what_lives_at_once_needs_by_much() -> None:
+    planned = plan_program(optimized("gemma2"), LIMITS, HARDWARE)
     assert planned.needed <= planned.plan.arena_bytes <= 1.25 * planned.needed

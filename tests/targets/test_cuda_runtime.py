@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
-from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import Limits
 from llmbuild.builder.targets.cuda.lowered import Hardware
 from llmbuild.builder.targets.cuda.lowering import Planned, plan_program
@@ -28,7 +26,6 @@ from llmbuild.engine.manifest import LimitsSection, TargetSection
 from llmbuild.engine.reader import open_engine
 from llmbuild.plugins.kernels.interpreter import interpret
 from llmbuild.plugins.kernels.spec import KernelSpec
-from llmbuild.quantization.recipes import find_recipe
 from llmbuild.runtime.executors.cuda import load as load_module
 from llmbuild.runtime.executors.cuda.cublaslt import CublasLt
 from llmbuild.runtime.executors.cuda.executor import CudaExecutor
@@ -39,16 +36,15 @@ from support.fake_cublaslt import FakeCublasLt
 from support.fake_device import FakeDevice
 from support.fake_engine import sections, write_engine
 from support.packed_driver import Request, drive
-from support.tiny_models import VOCAB_SIZE, save_tiny, tiny_model
+from support.tiny_models import VOCAB_SIZE, tiny_model
+from support.traced import optimized
 
 SIZES = Limits(max_batch_size=4, max_num_tokens=32, max_seq_len=64, block_size=8)
 FORMATS = {"i1": "b", "i8": "b", "i32": "i", "i64": "q", "fp32": "f"}
 
 
-def planned(path: Path, *, sampling: bool) -> Planned:
-    program = load_program(path, dtype=torch.float32)
-    optimize(program, find_recipe("none"))
-    return plan_program(program, SIZES, Hardware(90, processors=1, small_gemms=False, sampling=sampling))
+def planned(family: str, *, sampling: bool) -> Planned:
+    return plan_program(optimized(family), SIZES, Hardware(90, processors=1, small_gemms=False, sampling=sampling))
 
 
 def write_planned(out: Path, made: Planned) -> Path:
@@ -127,7 +123,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral
 @pytest.mark.parametrize("name", ["llama", *SLOW])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(name)
-    made = planned(save_tiny(model, tmp_path / "model", tokenizer=False), sampling=False)
+    made = planned(name, sampling=False)
     device = install(monkeypatch, made)
     executor = CudaExecutor(open_engine(write_planned(tmp_path / "engine", made)), num_blocks=9)
     found = np.concatenate(drive(executor.forward, requests(), num_blocks=8))
@@ -143,7 +139,7 @@ def test_tokens_sampled_on_the_device_are_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama")
-    made = planned(save_tiny(model, tmp_path / "model", tokenizer=False), sampling=True)
+    made = planned("llama", sampling=True)
     assert made.plan.sampling is not None
     install(monkeypatch, made)
     prompts = [[5, 6, 7, 8, 9], [10], [11, 12]]

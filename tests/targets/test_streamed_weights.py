@@ -20,7 +20,8 @@ from llmbuild.builder.targets.onnx_graph.blocks import whole_tiles
 from llmbuild.errors import ModelError
 from llmbuild.quantization.expressions import Dequantized, Quantized
 from llmbuild.quantization.recipes import PerGroup, WeightOnly
-from support.cpu_engines import compiled, needs_compiler, optimized
+from support.cpu_engines import compiled, needs_compiler
+from support.traced import optimized
 
 INT4 = WeightOnly(4, PerGroup(16))
 
@@ -97,9 +98,9 @@ def test_pieces_are_regrouped_into_whole_tiles() -> None:
 def test_small_pieces_give_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, recipe: str, native: bool
 ) -> None:
-    program = optimized(tmp_path, family, recipe)
+    program = optimized(family, recipe)
     compiled(program, tmp_path / "whole", native=native)
-    program = optimized(tmp_path, family, recipe)
+    program = optimized(family, recipe)
     reads = []
     load = StoredTensor.load
     monkeypatch.setattr(StoredTensor, "load", lambda self: (reads.append(math.prod(self.shape)), load(self))[1])

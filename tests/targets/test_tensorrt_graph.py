@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -12,7 +10,8 @@ import torch
 from llmbuild.builder.targets.tensorrt.graph import lower
 from llmbuild.errors import UnsupportedError
 from support.families import FAMILIES, MOE_FAMILIES
-from support.tensorrt_graphs import LIMITS, Twin, differences, optimized, twin_of
+from support.tensorrt_graphs import LIMITS, Twin, differences, twin_of
+from support.traced import optimized
 
 # Families of the default run: every form of attention, norm, position and mixture.
 QUICK = (
@@ -33,9 +32,9 @@ REST = sorted({*FAMILIES, *MOE_FAMILIES} - {*QUICK})
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
-def test_twin_gives_the_oracles_logits(family: str, tmp_path: Path) -> None:
+def test_twin_gives_the_oracles_logits(family: str) -> None:
     """Prompts alone and padded, in chunks, beside decodes, over slots that earlier steps have written."""
-    program = optimized(tmp_path, family)
+    program = optimized(family)
     worst, largest = differences(program, twin_of(program))
     assert largest > 0.1
     assert worst < 3e-5 * max(1.0, largest)
@@ -44,16 +43,16 @@ def test_twin_gives_the_oracles_logits(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "recipe"), [("llama", "int4-wo-g32"), ("llama", "int8-wo-channel"), ("qwen3", "fp8")]
 )
-def test_twin_of_a_quantized_model(family: str, recipe: str, tmp_path: Path) -> None:
-    program = optimized(tmp_path, family, recipe)
+def test_twin_of_a_quantized_model(family: str, recipe: str) -> None:
+    program = optimized(family, recipe)
     worst, largest = differences(program, twin_of(program))
     assert worst < 3e-5 * largest
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+def windowed() -> tuple:
     """A model whose layers look 6 tokens back, and its graph."""
-    program = optimized(tmp_path_factory.mktemp("windowed"), "mistral")
+    program = optimized("mistral")
     return program, lower(program, LIMITS, target="tensorrt-rtx", paged=False)
 
 
@@ -101,9 +100,9 @@ def test_attention_of_tensorrt_is_one_node_a_layer(windowed: tuple) -> None:
     assert [item.name for item in model.graph.input][:2] == ["input_ids", "position_ids"]
 
 
-def test_everything_that_cannot_be_lowered_is_named(tmp_path: Path) -> None:
+def test_everything_that_cannot_be_lowered_is_named() -> None:
     """All nodes at once, each with its line in the model's code."""
-    program = optimized(tmp_path, "llama")
+    program = optimized("llama")
     linears = [n for n in program.graph.nodes if n.target is torch.ops.aten.linear.default]
     for node in linears[:2]:
         node.target = torch.ops.aten.erfinv.default

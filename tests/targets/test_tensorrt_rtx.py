@@ -19,7 +19,8 @@ from llmbuild.builder.targets.tensorrt.layers import layers
 from llmbuild.builder.targets.tensorrt.profiles import profiles
 from llmbuild.cli.layers import print_layers_of
 from llmbuild.errors import ConfigError, LLMBuildError, UnsupportedError
-from support.tensorrt_graphs import LIMITS, optimized
+from support.tensorrt_graphs import LIMITS
+from support.traced import optimized
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
 
@@ -51,7 +52,7 @@ def read_layers(directory: Path) -> dict:
 
 @pytest.mark.parametrize(("family", "dtype"), FAMILIES, ids=[family for family, _ in FAMILIES])
 def test_families_build(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    program = optimized(tmp_path, family, dtype=dtype)
+    program = optimized(family, dtype=dtype)
     build(program, tmp_path / "engine")
     listing = read_layers(tmp_path / "engine")
     reached = {node for layer in listing["layers"] for node in layer["nodes"]}
@@ -66,7 +67,7 @@ def test_families_build(family: str, dtype: torch.dtype, tmp_path: Path) -> None
 def llama(tmp_path_factory: pytest.TempPathFactory):
     """(program, directory, what compile returned) for the three usual GPUs."""
     folder = tmp_path_factory.mktemp("llama")
-    program = optimized(folder, "llama", dtype=BF16)
+    program = optimized("llama", dtype=BF16)
     return program, folder / "engine", build(program, folder / "engine", "86,89,120")
 
 
@@ -129,7 +130,7 @@ def test_engine_is_refused_without_its_gpu(llama) -> None:
     ],
 )
 def test_quantized_weights_stay_small(family: str, recipe: str, kind: str, tmp_path: Path) -> None:
-    program = optimized(tmp_path, family, recipe, dtype=BF16)
+    program = optimized(family, recipe, dtype=BF16)
     compiled = build(program, tmp_path / "engine")
     assert program.rewrites[-1].name == "tensorrt_weights"
     assert program.rewrites[-1].count > 4
@@ -138,8 +139,8 @@ def test_quantized_weights_stay_small(family: str, recipe: str, kind: str, tmp_p
     assert any(name.startswith("int") for name in compiled.weight_bytes)
 
 
-def test_weights_that_cannot_stay_small_are_said(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "llama", "int4-wo-g32-asym", dtype=BF16)
+def test_weights_that_cannot_stay_small_are_said() -> None:
+    program = optimized("llama", "int4-wo-g32-asym", dtype=BF16)
     assert rtx.kept_small(program, "bfloat16").declined == [
         "1 weight(s) stored in bfloat16: 8 bits in groups of 32, not one scale a row",
         "8 weight(s) stored in bfloat16: int4 per group 32, asymmetric: not symmetric",
@@ -148,7 +149,7 @@ def test_weights_that_cannot_stay_small_are_said(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------- what is refused
 def test_bfloat16_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "llama", dtype=BF16)
+    program = optimized("llama", dtype=BF16)
     with pytest.raises(UnsupportedError, match="SM 75 has no bfloat16") as caught:
         build(program, tmp_path / "engine", "75,86")
     assert caught.value.hint == "use --dtype float16, or --sm with 80 and above"
@@ -313,7 +314,7 @@ def test_inspect_shows_layers_profiles_and_memory(llama, capsys) -> None:
 
 
 def test_products_of_8_bit_floats_build_where_a_gpu_has_them(tmp_path: Path) -> None:
-    program = optimized(tmp_path, "qwen3", "fp8", dtype=BF16)
+    program = optimized("qwen3", "fp8", dtype=BF16)
     with pytest.raises(UnsupportedError, match="SM 86 has no 8-bit floats"):
         build(program, tmp_path / "refused", "86,89")
     compiled = build(program, tmp_path / "engine", "89,120")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.frontend.load import load_program
 from llmbuild.builder.ir import Program
 from llmbuild.builder.pipeline import optimize
 from llmbuild.builder.targets.base import CompiledTarget, CompileOptions
@@ -22,7 +21,7 @@ from llmbuild.errors import UnsupportedError
 from llmbuild.quantization.recipes import find_recipe
 from support.calibrated import gathered
 from support.tensorrt_graphs import LIMITS, row_errors, twin_of
-from support.tiny_models import save_tiny, tiny_model
+from support.traced import traced
 
 BF16 = torch.bfloat16
 WINDOWS = [np.random.default_rng(2).integers(0, 256, 48).tolist() for _ in range(2)]
@@ -44,9 +43,8 @@ def cases(recipes: Any, quick: set[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in quick else [pytest.mark.slow]) for pair in pairs]
 
 
-def program_of(directory: Path, family: str, recipe: str, dtype: torch.dtype, **overrides: int) -> Program:
-    path = save_tiny(tiny_model(family, **overrides), directory / family, tokenizer=False)
-    program = load_program(path, dtype=dtype)
+def program_of(family: str, recipe: str, dtype: torch.dtype, **overrides: int) -> Program:
+    program = traced(family, dtype=dtype, **overrides)
     optimize(program, find_recipe(recipe), calibrate=gathered(WINDOWS))
     return program
 
@@ -62,7 +60,7 @@ def build(program: Program, directory: Path, sm: str) -> tuple[CompiledTarget, l
 def test_products_take_8_bit_inputs_after_fusion(family: str, recipe: str, tmp_path: Path) -> None:
     """Every product that the graph has in 8 bits is one in the engine, for both profiles."""
     sm, kind = PRODUCTS[recipe]
-    program = program_of(tmp_path, family, recipe, BF16)
+    program = program_of(family, recipe, BF16)
     products = {node.name for node in program.graph.nodes if "linear_scaled" in str(node.target)}
     compiled, found = build(program, tmp_path / "engine", sm)
     assert compiled.section["sms"] == [int(each) for each in sm.split(",")]
@@ -77,7 +75,7 @@ def test_products_take_8_bit_inputs_after_fusion(family: str, recipe: str, tmp_p
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_weights_alone(family: str, recipe: str, tmp_path: Path) -> None:
-    program = program_of(tmp_path, family, recipe, BF16)
+    program = program_of(family, recipe, BF16)
     _, found = build(program, tmp_path / "engine", "80,89,120")
     assert WEIGHTS[recipe] in {kind for layer in found for kind in layer["weights"]}
     assert program.rewrites[-1].count >= 8
@@ -86,9 +84,9 @@ def test_weights_alone(family: str, recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "recipe"), cases([*PRODUCTS, *WEIGHTS], {("mixtral", "int8"), ("qwen3", "int8-sq")})
 )
-def test_graph_gives_the_oracles_logits(family: str, recipe: str, tmp_path: Path) -> None:
+def test_graph_gives_the_oracles_logits(family: str, recipe: str) -> None:
     """Prompts in chunks beside decodes, over slots that earlier steps wrote; all rounding included."""
-    program = program_of(tmp_path, family, recipe, torch.float32)
+    program = program_of(family, recipe, torch.float32)
     errors, largest = row_errors(program, twin_of(program))
     assert largest > 0.1
     if recipe in WEIGHTS:
@@ -102,7 +100,7 @@ def test_graph_gives_the_oracles_logits(family: str, recipe: str, tmp_path: Path
 
 def test_scales_of_square_blocks_are_refused(tmp_path: Path) -> None:
     """All products are named, each with its line in the model's code."""
-    program = program_of(tmp_path, "llama", "fp8-block", BF16, hidden_size=256, num_hidden_layers=1)
+    program = program_of("llama", "fp8-block", BF16, hidden_size=256, num_hidden_layers=1)
     products = [node.name for node in program.graph.nodes if "linear_scaled" in str(node.target)]
     with pytest.raises(UnsupportedError, match="TensorRT multiplies with one a row or one for all") as caught:
         build(program, tmp_path / "engine", "89,120")
