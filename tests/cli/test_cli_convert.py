@@ -245,7 +245,9 @@ entry_point()
 
 # The build is replaced by its last phase alone, so that the process starts without torch.
 WAITS_WHILE_WRITING = """
-import sys, time
+import signal, sys, time
+# A process that a shell starts in the background ignores this signal, and so do those that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from llmbuild.builder import build
 from llmbuild.cli.main import entry_point
 from llmbuild.engine.writer import EngineWriter

@@ -20,6 +20,7 @@ from llmbuild.quantization.recipes import PerTensor, PerToken, Recipe, SmoothQua
 from llmbuild.quantization.smooth import SmoothSearch, StaticScale, candidates, static_scale
 from support.calibrated import KnownRows, before_formats, gathered
 from support.packed_driver import Request, drive
+from support.rounding import check_rounded_alike, row_errors
 from support.small_programs import count, random
 from support.traced import traced
 
@@ -110,7 +111,8 @@ def test_a_model_becomes_products_of_integers(name: str, dtype: torch.dtype) -> 
     largest = np.abs(wanted).max()
     assert 0 < np.abs(found - wanted).max() / largest < 0.1
     # Products of integers are those of rounded numbers, summed otherwise.
-    assert np.abs(found - after["choose_formats"]).max() / largest < (1e-4 if dtype == torch.float32 else 0.1)
+    errors = row_errors(found, after["choose_formats"])
+    check_rounded_alike(errors, typical=1e-4 if dtype == torch.float32 else 0.1)
 
 
 def remember(found: dict[str, np.ndarray]):

@@ -1,4 +1,4 @@
-"""TensorRT's bindings for the tests of the plugin, and the plugin's module in them.
+"""TensorRT's bindings for the tests of the plugins, and the plugins' modules in them.
 
 `tensorrt-rtx` where nothing else is said. LLMBUILD_TENSORRT_BINDINGS names a folder that tools/tensorrt_bindings.py
 made: the bindings of any version of either package, with a library in place of TensorRT's that has its few functions
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from support.standin.quick_classes import add_to
+
 FOLDER = os.environ.get("LLMBUILD_TENSORRT_BINDINGS")
 
 if FOLDER:
@@ -23,5 +25,7 @@ elif importlib.util.find_spec("tensorrt") is None and importlib.util.find_spec("
 
 plugin_module: Any = importlib.import_module("llmbuild.plugins.tensorrt.plugin")
 trt: Any = plugin_module.trt
+add_to(trt)
+stored_module: Any = importlib.import_module("llmbuild.plugins.tensorrt.stored_plugin")
 # Without the library there is no registry; the registry itself is tested where there is one.
 HAS_LIBRARY = FOLDER is None
