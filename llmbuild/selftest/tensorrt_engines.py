@@ -1,4 +1,4 @@
-"""What a self-test asks of TensorRT engines besides right logits: steps in graphs, and weights that come back."""
+"""What a self-test asks of TensorRT engines besides right logits: steps in graphs, and engines of other forms."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def captured(loaded: LoadedEngine | None) -> str:
     return f"captured for batches of {', '.join(map(str, executor.captured))}"
 
 
-def without_weights(build: Callable[[], str], load: Callable[[], LoadedEngine], compare: Callable[[Any], str]) -> str:
-    """Build, load and run an engine that was stripped.
+def other_engine(build: Callable[[], str], load: Callable[[], LoadedEngine], compare: Callable[[Any], str]) -> str:
+    """Build, load and run an engine of another form: stripped of its weights, or with the kernels of attention stored.
 
     Args:
         build: Returns what was built, in words.

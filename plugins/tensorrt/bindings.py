@@ -28,6 +28,14 @@ CLASSES = (
     "PluginFieldCollection",
     "get_plugin_registry",
 )
+# What plugins are made of whose kernels an engine stores. TensorRT 10.14 has them and does not build with them.
+STORED_CLASSES = (
+    "IPluginV3QuickCore",
+    "IPluginV3QuickAOTBuild",
+    "IPluginCreatorV3Quick",
+    "ISymExpr",
+    "QuickPluginCreationRequest",
+)
 
 
 class Bindings(NamedTuple):
@@ -115,5 +123,21 @@ def require_plugins() -> Bindings:
             f"{NEXT.major - 1}.x",
             where=WHERE,
             hint=f"{INSTALL} (wheels from NVIDIA's index), or --target tensorrt-rtx",
+        )
+    return found
+
+
+def require_stored() -> Bindings:
+    """Return bindings in whose engines kernels can be stored.
+
+    Raises:
+        ConfigError: As `require_plugins`, or they have no such plugins.
+    """
+    found = require_plugins()
+    if missing := [name for name in STORED_CLASSES if not hasattr(found.module, name)]:
+        raise ConfigError(
+            f"{found.package} {found.version} cannot store kernels in an engine: it has no {', '.join(missing)}",
+            where=WHERE,
+            hint="leave the builder option attention=stored out",
         )
     return found

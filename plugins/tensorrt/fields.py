@@ -13,7 +13,7 @@ import numpy as np
 
 from llmbuild.errors import EngineError, nearest
 from llmbuild.plugins.kernels.attention_shape import AttentionShape, KvScales
-from llmbuild.plugins.tensorrt.form import NAME, Layout, PluginForm
+from llmbuild.plugins.tensorrt.form import NAME, Layout, PluginForm, Role
 
 Kind = Literal["int", "float", "text", "bytes"]
 Value = int | float | str | bytes
@@ -84,8 +84,8 @@ def form_values(form: PluginForm) -> dict[str, Value]:
     }
 
 
-def form_of(values: Mapping[str, Value], where: str) -> PluginForm:
-    """Return the form that fields describe.
+def form_of(values: Mapping[str, Value], where: str, role: Role = "whole") -> PluginForm:
+    """Return the form that fields describe. role: see `PluginForm`.
 
     Raises:
         EngineError: The fields are of another version, or contradict each other.
@@ -124,6 +124,7 @@ def form_of(values: Mapping[str, Value], where: str) -> PluginForm:
         layout=cast(Layout, values["layout"]),
         rotary_dim=integer["rotary_dim"],
         interleaved=bool(integer["interleaved"]),
+        role=role,
     )
 
 

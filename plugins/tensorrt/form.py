@@ -1,4 +1,4 @@
-"""What one PagedAttention node is: a layer's attention, and which tensors go in and come out, in order.
+"""What one node of attention is: a layer, and which tensors go in and come out, in order. PagedAttention:
 
 q k v  or  qkv [cos sin]   one row a token: packed, no padding
 key_pool value_pool        the layer's cache; also outputs, in the same memory
@@ -6,6 +6,9 @@ slot_mapping block_tables seq_lens cu_q_lens
 [sinks] [slopes]           one number a head
 [k_scales v_scales]        of caches of bytes; per token: outputs too, like the pools
 ->  out key_pool value_pool [k_scales v_scales]
+
+Where the engine stores the kernels, a node has one kernel alone, and a layer is two nodes (`plugins/kernels/
+stored_attention.py`): PagedStore, which writes the pools, and PagedAttend, which takes them from it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,11 @@ from llmbuild.plugins.kernels.attention_shape import AttentionShape
 
 NAME, VERSION, NAMESPACE = "PagedAttention", "1", "llmbuild"
 Layout = Literal["separate", "fused"]
+Role = Literal["whole", "store", "attend"]
+NAMES: dict[Role, str] = {"whole": NAME, "store": "PagedStore", "attend": "PagedAttend"}
+STORED: tuple[Role, ...] = ("store", "attend")  # whose kernels an engine stores
+STORE_INPUTS = ("k", "v", "key_pool", "value_pool", "slot_mapping")
+ATTEND_LACKS = ("k", "v", "slot_mapping")
 Dim = int | str  # T tokens, B sequences, B1 = B + 1, S slots; or a number that never changes
 ALIGNMENT = 16  # bytes: of every pointer that a kernel is given
 
@@ -39,6 +47,7 @@ class PluginForm:
     layout: "separate": q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]; "fused": qkv [T, Hq·D + Hkv·D + Hkv·Dv].
     rotary_dim: channels of each head that are rotated before, 0 for none; only where qkv is fused. cos and sin are then
     [T, rotary_dim / 2] in the dtype of qkv. interleaved: pairs (2i, 2i + 1), not (i, i + rotary_dim / 2).
+    role: "whole": PagedAttention; or the part of it that a node with a stored kernel is.
 
     Raises:
         ConfigError: No kernel computes this.
@@ -50,11 +59,12 @@ class PluginForm:
     layout: Layout = "separate"
     rotary_dim: int = 0
     interleaved: bool = False
+    role: Role = "whole"
 
     def __post_init__(self) -> None:
         problem = self._problem()
         if problem is not None:
-            raise ConfigError(problem, where=f"PagedAttention of layer {self.layer}")
+            raise ConfigError(problem, where=self.where)
 
     def _problem(self) -> str | None:
         shape = self.shape
@@ -66,6 +76,8 @@ class PluginForm:
             return f"a cache of {shape.kv_dtype} needs scales: kv_scales is none of layer, token"
         if shape.kv_bytes != 1 and shape.kv_scales != "none":
             return f"a cache of {shape.kv_dtype} takes no scales: kv_scales is {shape.kv_scales!r}"
+        if self.role != "whole" and (self.layout != "separate" or shape.kv_scales != "none"):
+            return f"{self.name} takes q, k and v apart, and a cache without scales"
         if self.layout == "separate":
             return "rotary embedding is part of the plugin only where q, k and v are fused" if self.rotary_dim else None
         if self.rotary_dim < 0 or self.rotary_dim % 2 or self.rotary_dim > shape.head_dim:
@@ -73,6 +85,16 @@ class PluginForm:
         if self.value_offset * self.item_bytes % ALIGNMENT:
             return f"values in the fused projection start at channel {self.value_offset}, not at a multiple of 16 bytes"
         return None
+
+    @property
+    def name(self) -> str:
+        """What the plugin is called, which is the node's operator."""
+        return NAMES[self.role]
+
+    @property
+    def where(self) -> str:
+        """The node, for errors."""
+        return f"{self.name} of layer {self.layer}"
 
     @property
     def item_bytes(self) -> int:
@@ -116,6 +138,10 @@ class PluginForm:
         scales: dict[str, tuple[Dim, ...]] = {"none": (), "layer": (1,), "token": ("S", kv_heads)}
         if shape.kv_scales != "none":
             found += [Tensor(name, "float32", scales[shape.kv_scales]) for name in ("k_scales", "v_scales")]
+        if self.role == "store":
+            return tuple(tensor for tensor in found if tensor.name in STORE_INPUTS)
+        if self.role == "attend":
+            return tuple(tensor for tensor in found if tensor.name not in ATTEND_LACKS)
         return tuple(found)
 
     @cached_property
@@ -124,11 +150,13 @@ class PluginForm:
         by_name = {tensor.name: tensor for tensor in self.inputs}
         aliased = ["key_pool", "value_pool"] + (["k_scales", "v_scales"] if shape.kv_scales == "token" else [])
         out = Tensor("out", shape.dtype, ("T", shape.heads, shape.value_dim))
-        return (out, *(by_name[name] for name in aliased))
+        pools = tuple(by_name[name] for name in aliased)
+        return {"whole": (out, *pools), "store": pools, "attend": (out,)}[self.role]
 
     def input_index(self, name: str) -> int:
         return next(index for index, tensor in enumerate(self.inputs) if tensor.name == name)
 
     def aliased_input(self, output: int) -> int:
         """Return which input an output shares its memory with, -1 for none."""
-        return -1 if output == 0 else self.input_index(self.outputs[output].name)
+        name = self.outputs[output].name
+        return -1 if name == "out" else self.input_index(name)

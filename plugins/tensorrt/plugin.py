@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from llmbuild.errors import EngineError
 from llmbuild.plugins.tensorrt import fields
 from llmbuild.plugins.tensorrt.bindings import bindings
-from llmbuild.plugins.tensorrt.descriptors import data_type, fits, sizes_of, step_sizes
-from llmbuild.plugins.tensorrt.form import NAME, NAMESPACE, VERSION, Dim, PluginForm
+from llmbuild.plugins.tensorrt.descriptors import fits, output_shapes, output_types, sizes_of, step_sizes
+from llmbuild.plugins.tensorrt.form import NAME, NAMESPACE, VERSION, PluginForm
 from llmbuild.plugins.tensorrt.launch import LoadedProgram, Loader, current_kernels
 from llmbuild.plugins.tensorrt.program import KernelSet, Opened
 
@@ -42,7 +42,6 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
         self.opened = opened
         self._loader = loader
         self._loaded: LoadedProgram | None = None
-        self._where = f"{NAME} of layer {form.layer}"
         # Read by TensorRT.
         self.plugin_name = NAME
         self.plugin_version = VERSION
@@ -59,7 +58,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
             EngineError: The kernels are not those of such a node.
         """
         names = frozenset({"out", *(tensor.name for tensor in form.inputs)})
-        return PagedAttention(form, Opened(kernels, names, f"{NAME} of layer {form.layer}"), loader)
+        return PagedAttention(form, Opened(kernels, names, form.where), loader)
 
     # Core
 
@@ -75,12 +74,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
     # Build
 
     def get_output_data_types(self, input_types: Sequence[trt.DataType]) -> list[trt.DataType]:
-        expected = [data_type(trt, tensor.dtype) for tensor in self.form.inputs]
-        if list(input_types) != expected:
-            given = ", ".join(kind.name for kind in input_types)
-            wanted = ", ".join(kind.name for kind in expected)
-            raise EngineError(f"inputs of the types {given}; the node takes {wanted}", where=self._where)
-        return [data_type(trt, tensor.dtype) for tensor in self.form.outputs]
+        return output_types(trt, self.form, input_types)
 
     def get_output_shapes(
         self,
@@ -88,20 +82,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
         shape_inputs: Sequence[trt.DimsExprs],
         expr_builder: trt.IExprBuilder,
     ) -> list[trt.DimsExprs]:
-        if len(inputs) != len(self.form.inputs) or shape_inputs:
-            count = f"{len(inputs)} inputs and {len(shape_inputs)} shapes"
-            raise EngineError(f"{count}; the node takes {len(self.form.inputs)} and none", where=self._where)
-        named: dict[Dim, trt.IDimensionExpr] = {}
-        for tensor, given in zip(self.form.inputs, inputs, strict=True):
-            for axis, dim in enumerate(tensor.dims):
-                named.setdefault(dim, given[axis])
-        shapes = []
-        for tensor in self.form.outputs:
-            shape = trt.DimsExprs(len(tensor.dims))
-            for axis, dim in enumerate(tensor.dims):
-                shape[axis] = expr_builder.constant(dim) if isinstance(dim, int) else named[dim]
-            shapes.append(shape)
-        return shapes
+        return output_shapes(trt, self.form, inputs, shape_inputs, expr_builder)
 
     def supports_format_combination(
         self, pos: int, in_out: Sequence[trt.DynamicPluginTensorDesc], num_inputs: int
@@ -116,12 +97,12 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
     def configure_plugin(
         self, inp: Sequence[trt.DynamicPluginTensorDesc], out: Sequence[trt.DynamicPluginTensorDesc]
     ) -> None:
-        step_sizes(self.form, [sizes_of(each.max) for each in inp], self._where)
+        step_sizes(self.form, [sizes_of(each.max) for each in inp])
 
     def get_workspace_size(
         self, inp: Sequence[trt.DynamicPluginTensorDesc], out: Sequence[trt.DynamicPluginTensorDesc]
     ) -> int:
-        tokens, sequences = step_sizes(self.form, [sizes_of(each.max) for each in inp], self._where)
+        tokens, sequences = step_sizes(self.form, [sizes_of(each.max) for each in inp])
         return self.opened.program.most_scratch(tokens, sequences)
 
     def get_valid_tactics(self) -> list[int]:
@@ -138,7 +119,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
         return self._serialized
 
     def on_shape_change(self, inp: Sequence[trt.PluginTensorDesc], out: Sequence[trt.PluginTensorDesc]) -> None:
-        step_sizes(self.form, [sizes_of(each.dims) for each in inp], self._where)
+        step_sizes(self.form, [sizes_of(each.dims) for each in inp])
 
     def set_tactic(self, tactic: int) -> None:
         """There is one way to compute: TensorRT has no choice to make."""
@@ -152,7 +133,7 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
     def load(self) -> LoadedProgram:
         """Load the kernels into the current context, once; see `LoadedProgram` for the errors."""
         if self._loaded is None:
-            self._loaded = LoadedProgram(self.opened, self._loader or current_kernels(), self._where)
+            self._loaded = LoadedProgram(self.opened, self._loader or current_kernels(), self.form.where)
         return self._loaded
 
     def enqueue(
@@ -169,12 +150,12 @@ class PagedAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV
         Raises:
             EngineError: Dimensions contradict each other, or the cache's outputs are copies of it.
         """
-        tokens, sequences = step_sizes(self.form, [sizes_of(each.dims) for each in input_desc], self._where)
+        tokens, sequences = step_sizes(self.form, [sizes_of(each.dims) for each in input_desc])
         for index in range(1, len(self.form.outputs)):
             if outputs[index] != inputs[self.form.aliased_input(index)]:
                 raise EngineError(
                     f"{self.form.outputs[index].name} goes in and comes out at different addresses",
-                    where=self._where,
+                    where=self.form.where,
                     hint="build with PreviewFeature.ALIASED_PLUGIN_IO_10_03, and bind one buffer to both",
                 )
         addresses = {tensor.name: address for tensor, address in zip(self.form.inputs, inputs, strict=True)}
@@ -209,7 +190,7 @@ class PagedAttentionCreator(trt.IPluginCreatorV3One):
         values = fields.read_fields(iter(field_collection), known, where)
         form = fields.form_of(values, where)
         if building:
-            kernels = kernel_store.find(str(values["kernels"]), where)
+            kernels = kernel_store.find(str(values["kernels"]), KernelSet, where)
         else:
             kernels = KernelSet(cast(bytes, values["program"]), cast(bytes, values["pack"]))
         return PagedAttention.of(form, kernels)

@@ -36,10 +36,21 @@ def named(form: PluginForm) -> str:
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
 def test_plugin_nodes_give_the_oracles_logits(family: str, tmp_path: Path) -> None:
+    compare(family, tmp_path, stored=False)
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in (*QUICK, *REST))]
+)
+def test_two_nodes_a_layer_do_too(family: str, tmp_path: Path) -> None:
+    compare(family, tmp_path, stored=True)
+
+
+def compare(family: str, tmp_path: Path, *, stored: bool) -> None:
     """Prefill in chunks, mixed steps and decode over a cache that earlier steps wrote."""
     program = optimized(tmp_path, family)
     emitter = lower(program, LIMITS, target="tensorrt", paged=True)
-    model, forms = add_plugins(emitter.model("plugins"), LIMITS, named)
+    model, forms = add_plugins(emitter.model("plugins"), LIMITS, named, stored=stored)
     whole = filled(with_reference(model, forms), emitter)
     twin = PagedTwin(whole, blocks=BLOCKS, block_size=LIMITS.block_size, stride=table_stride(LIMITS))
     requests = mixed_requests(program.info.vocab_size)

@@ -28,7 +28,7 @@ from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 from llmbuild.runtime.limits import ServingLimits
 from llmbuild.runtime.request import make_request
 from llmbuild.runtime.sampling_params import SamplingParams
-from llmbuild.selftest.tensorrt_engines import captured, without_weights
+from llmbuild.selftest.tensorrt_engines import captured, other_engine
 from llmbuild.selftest.twins import PagedTwin, filled
 from support.cpu_engines import Conversation, scenario
 from support.fake_device import FakeDevice
@@ -116,7 +116,7 @@ def load(lowered: tuple, gpu: FakeDevice | None = None, **options: Any) -> tuple
     _, twin, engine = lowered
     device = gpu or FakeDevice(sm=89)
     session = TwinSession(twin, device)
-    made: dict[str, Any] = {"make_device": lambda ordinal: device, "make_session": lambda *_: session}
+    made: dict[str, Any] = {"make_device": lambda ordinal: device, "make_session": lambda *_, **__: session}
     return TensorRTExecutor(engine, **made, **options), session, device
 
 
@@ -309,16 +309,27 @@ def test_weights_beside_the_engine_count_and_reach_the_session(lowered: tuple, t
         load(stripped, FakeDevice(sm=89, total=50))
     device, given = FakeDevice(sm=89), []
     session = TwinSession(lowered[1], device)
-    made = lambda *arguments: given.append(arguments) or session  # noqa: E731
+    made = lambda *arguments, **named: given.append((arguments, named)) or session  # noqa: E731
     TensorRTExecutor(stripped[2], make_device=lambda ordinal: device, make_session=made)
-    assert given[0][0].name == "e.engine" and given[0][3].name == "w"
+    (file, _, _, weights), named = given[0]
+    assert (file.name, weights.name, named) == ("e.engine", "w", {"plugin": True})
 
 
-def test_a_selftest_runs_an_engine_without_weights_and_closes_it(lowered: tuple) -> None:
+def test_an_engine_that_stores_its_kernels_needs_no_plugin(lowered: tuple) -> None:
+    """Neither of this version nor of any other."""
+    stored, given = with_section(lowered, plugin=None), []
+    device = FakeDevice(sm=89)
+    session = TwinSession(lowered[1], device)
+    made = lambda *_, **named: given.append(named) or session  # noqa: E731
+    TensorRTExecutor(stored[2], make_device=lambda ordinal: device, make_session=made)
+    assert given == [{"plugin": False}]
+
+
+def test_a_selftest_runs_an_engine_of_another_form_and_closes_it(lowered: tuple) -> None:
     executor, session, _ = load(lowered)
     loaded: Any = SimpleNamespace(executor=executor)
     step = Conversation(num_blocks=24, block_size=8).step({"a": [5, 6]})
-    said = without_weights(lambda: "built", lambda: loaded, lambda forward: f"{len(forward(step))} rows")
+    said = other_engine(lambda: "built", lambda: loaded, lambda forward: f"{len(forward(step))} rows")
     assert said == "built; 2 rows" and session.closed
 
 

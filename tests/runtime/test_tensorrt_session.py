@@ -15,23 +15,33 @@ from llmbuild.runtime.executors.tensorrt.streaming import fit_weights
 from support.fake_device import FakeDevice
 from support.fake_tensorrt import FakeEngine, FakeTensorRT, write_weights
 
+REGISTERED: list[str] = []
+
 
 def opened(
-    engine: FakeEngine | None, folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Path | None = None
+    engine: FakeEngine | None, folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Path | None = None, **named: bool
 ) -> tuple[PluginSession, FakeTensorRT, FakeDevice]:
     from llmbuild.plugins import tensorrt as plugin
     from llmbuild.plugins.tensorrt import bindings
 
     module, device = FakeTensorRT(engine), FakeDevice(sm=89)
     monkeypatch.setattr(bindings, "require_plugins", lambda: SimpleNamespace(module=module))
-    monkeypatch.setattr(plugin, "register", lambda: None)
+    REGISTERED.clear()
+    monkeypatch.setattr(plugin, "register", lambda: REGISTERED.append("plugin"))
     (folder / "e").write_bytes(b"engine" * 1000)
-    return PluginSession(folder / "e", device, 1, weights), module, device  # type: ignore[arg-type]
+    return PluginSession(folder / "e", device, 1, weights, **named), module, device  # type: ignore[arg-type]
 
 
 def test_an_engine_is_read_from_a_mapping(tmp_path: Path, monkeypatch) -> None:
     _, module, _ = opened(FakeEngine(), tmp_path, monkeypatch)
     assert module.opened == [("mmap", True, 6000)]
+
+
+def test_the_plugin_is_registered_where_the_engine_calls_it(tmp_path: Path, monkeypatch) -> None:
+    opened(FakeEngine(), tmp_path, monkeypatch)
+    assert REGISTERED == ["plugin"]
+    opened(FakeEngine(), tmp_path, monkeypatch, plugin=False)
+    assert REGISTERED == []
 
 
 def test_an_engine_of_tensorrt_rtx_too_and_each_context_has_memory_of_its_own(tmp_path: Path, monkeypatch) -> None:

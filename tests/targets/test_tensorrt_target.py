@@ -83,6 +83,38 @@ def test_all_but_the_plugin_goes_through_a_builder(family, recipe, tmp_path, mon
     assert "Fields of the plugins" in shown and "kv_heads" in shown and "PluginV3" in shown
 
 
+@needs_rtx
+def test_an_engine_that_stores_its_kernels(tmp_path, monkeypatch, capsys) -> None:
+    """Two nodes a layer, made by the registered creators; what loads the engine needs no plugin."""
+    program = optimized(tmp_path, "mistral", dtype=torch.bfloat16)
+    made = compiled(program, tmp_path / "engine", monkeypatch, "attention=stored")
+    files = sorted(path.name for path in (tmp_path / "engine").rglob("*") if path.is_file())
+    assert files == ["layers.json", "model.onnx", "tensorrt.engine"]
+    assert made.section["plugin"] is None and made.section["options"]["attention"] == "stored"
+    listing = json.loads((tmp_path / "engine" / LAYERS).read_text())
+    attention = [node.name for node in program.graph.nodes if "paged_attention" in str(node.target)]
+    told = {name: (each["plugin"], each["layer"], each["window"]) for name, each in listing["plugins"].items()}
+    assert told == {
+        f"{attention[0]}.store": ("PagedStore", 0, 6),
+        attention[0]: ("PagedAttend", 0, 6),
+        f"{attention[1]}.store": ("PagedStore", 1, 6),
+        attention[1]: ("PagedAttend", 1, 6),
+    }
+    assert [layer["outputs"] for layer in listing["layers"]] == [["BF16"] * 2, ["BF16"]] * 2
+    assert [layer["nodes"] for layer in listing["layers"]] == [[name] for name in attention for _ in range(2)]
+    graph = onnx.load(tmp_path / "engine" / "plan/model.onnx", load_external_data=False).graph
+    nodes = [node for node in graph.node if node.op_type in ("PagedStore", "PagedAttend")]
+    assert [list(node.input)[1:3] for node in nodes[1::2]] == [list(node.output) for node in nodes[::2]]
+    assert [list(node.output) for node in nodes[::2]] == [
+        ["keys.0.out", "values.0.out"],
+        ["keys.1.out", "values.1.out"],
+    ]
+
+    engine = SimpleNamespace(manifest=SimpleNamespace(target=made), file=lambda name: tmp_path / "engine" / name)
+    print_layers_of(engine)  # type: ignore[arg-type]
+    assert "PagedStore" in capsys.readouterr().out
+
+
 # --------------------------------------------------------------------------------------------- engines without weights
 @needs_rtx
 @pytest.mark.parametrize(
@@ -226,6 +258,7 @@ def test_library_that_is_missing_behind_the_bindings(tmp_path, monkeypatch) -> N
         ("versionCompatible", "takes no plugin"),
         ("prefillBatchSize=2", "prompts are packed, not padded"),
         ("timingCacheFile=/nowhere/times", "timingCacheFile is '/nowhere/times'"),
+        ("attention=aot", "the builder option attention is 'aot'"),
     ],
 )
 def test_options_that_are_refused(option: str, message: str) -> None:

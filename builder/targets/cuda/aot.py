@@ -53,6 +53,11 @@ def compile_spec(spec: KernelSpec, sm: int) -> Cubin:
         LLMBuildError: The kernel does not compile for this SM (the message names both), or takes its arguments in
             another way than derived.
     """
+    return compile_with_ptx(spec, sm)[0]
+
+
+def compile_with_ptx(spec: KernelSpec, sm: int) -> tuple[Cubin, str]:
+    """Likewise; return the text too that the code was assembled from."""
     require_triton()
     import triton
     from triton.backends.compiler import GPUTarget
@@ -70,7 +75,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> Cubin:
             compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
         except Exception as error:  # the compiler's errors share no base class
             raise LLMBuildError(f"a kernel does not compile: {_reason(error)}", where=where) from error
-    return _cubin(compiled, spec, sm, where)
+    return _cubin(compiled, spec, sm, where), str(compiled.asm["ptx"])
 
 
 def compile_all(

@@ -65,7 +65,7 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
     if full:
         from llmbuild.builder.targets.tensorrt.opened import allow_refitting, opened
 
-        provide_kernels(order["kernels"])
+        provide_kernels(order["kernels"], stored=order["options"]["attention"] == "stored")
     builder = trt.Builder(log)
     if not full:
         builder.max_threads = 1
@@ -113,11 +113,22 @@ def make_log() -> Any:
     return Log()
 
 
-def provide_kernels(files: list[list[str]]) -> None:
-    """Register the plugin, and keep the kernels that its nodes name. files: program and pack of each set."""
+def provide_kernels(files: list[list[str]], *, stored: bool) -> None:
+    """Register the plugins, and keep the kernels that nodes name.
+
+    Args:
+        files: Program and pack of each set; of kernels that the engine stores one file each.
+    """
     from llmbuild.plugins.tensorrt import kernel_store, register
     from llmbuild.plugins.tensorrt.program import KernelSet
+    from llmbuild.plugins.tensorrt.registry import register_stored
+    from llmbuild.plugins.tensorrt.stored import StoredKernel
 
+    if stored:
+        register_stored()
+        for (kernel,) in files:
+            kernel_store.provide(StoredKernel.model_validate_json(Path(kernel).read_bytes()))
+        return
     register()
     for program, pack in files:
         kernel_store.provide(KernelSet(Path(program).read_bytes(), Path(pack).read_bytes()))

@@ -12,6 +12,7 @@ from llmbuild.units import parse_size
 
 VERBOSITIES = ("none", "layer_names_only", "detailed")
 TILINGS = ("none", "fast", "moderate", "full")
+ATTENTIONS = ("plugin", "stored")
 OPTION = "--builder-option"
 
 # What trtexec has too and a target cannot do, each with the reason.
@@ -19,6 +20,7 @@ NOT_RTX = {
     "timingCacheFile": "tensorrt-rtx times nothing while it builds; kernels are chosen on the GPU that runs the engine",
     "stripWeights": "tensorrt-rtx strips an engine of its weights only with the GPU at hand that it is for",
     "refit": "tensorrt-rtx makes refittable engines only with the GPU at hand that they are for",
+    "attention": "tensorrt-rtx takes no plugins: attention is made of its own layers",
     "versionCompatible": "the lean runtime that such engines carry is not part of tensorrt-rtx",
     "hardwareCompatibilityLevel": "name the GPUs with --sm: one engine holds code for all of them",
 }
@@ -47,6 +49,8 @@ class BuilderOptions:
         strip_weights: Whether the engine is written without weights, which lie beside it and are put back when it is
             loaded. tensorrt only.
         refit: Whether other weights may be put into the engine. tensorrt only.
+        attention: "plugin": one node a layer, launched by Python; "stored": nodes whose kernels TensorRT stores in the
+            engine and launches by itself. tensorrt only.
         timing_cache: File of the times of kernels: read if it exists, and written. tensorrt only.
     """
 
@@ -61,6 +65,7 @@ class BuilderOptions:
     prefill_batch: int = 4
     strip_weights: bool = False
     refit: bool = False
+    attention: str = "plugin"
     timing_cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,5 +165,6 @@ READERS: dict[str, tuple[str, Any]] = {
     "prefillBatchSize": ("prefill_batch", number(1, 1024)),
     "stripWeights": ("strip_weights", switch(True)),
     "refit": ("refit", switch(True)),
+    "attention": ("attention", one_of(ATTENTIONS)),
     "timingCacheFile": ("timing_cache", file),
 }

@@ -1,4 +1,4 @@
-"""PagedAttention as an ONNX function of standard operators: what onnxruntime runs where TensorRT has the plugin.
+"""Plugin nodes as ONNX functions of standard operators: what onnxruntime runs where TensorRT has the plugin.
 
 Written for clarity: every token gathers all positions of its sequence's table, and a mask says which it sees. Float32.
 """
@@ -8,9 +8,16 @@ from __future__ import annotations
 import onnx
 from onnx import helper, parser
 
-from llmbuild.plugins.tensorrt.form import NAME, PluginForm
+from llmbuild.plugins.tensorrt.form import PluginForm
 
 DOMAIN = "llmbuild"
+OUT = {"key_pool": "key_out", "value_pool": "value_out"}
+STORE = [  # the step's keys and values into the pools
+    "slots = Cast <to = 7> (slot_mapping)",
+    "places = Unsqueeze (slots, axis1)",
+    "key_out = ScatterND (key_pool, places, k)",
+    "value_out = ScatterND (value_pool, places, v)",
+]
 
 
 def with_reference(model: onnx.ModelProto, forms: dict[str, PluginForm]) -> onnx.ModelProto:
@@ -23,11 +30,11 @@ def with_reference(model: onnx.ModelProto, forms: dict[str, PluginForm]) -> onnx
     opset = next(each.version for each in twin.opset_import if each.domain == "")
     names: dict[str, str] = {}
     for node in twin.graph.node:
-        if node.op_type != NAME:
+        if node.name not in forms:
             continue
         body = function_body(forms[node.name])
         if body not in names:
-            names[body] = f"{NAME}_{len(names)}"
+            names[body] = f"{node.op_type}_{len(names)}"
             head = f'<domain: "{DOMAIN}", opset_import: ["" : {opset}]>\n{names[body]} '
             twin.functions.append(parser.parse_function(head + body))
         node.op_type, node.domain = names[body], DOMAIN
@@ -39,24 +46,31 @@ def with_reference(model: onnx.ModelProto, forms: dict[str, PluginForm]) -> onnx
 
 def function_body(form: PluginForm) -> str:
     """Return the function of a node whose q, k and v are apart, in ONNX's text form, without its name."""
+    lines = ["axis0 = Constant <value_ints = [0]> ()", "axis1 = Constant <value_ints = [1]> ()"]
+    pools = ("key_pool", "value_pool")
+    if form.role != "attend":
+        lines += STORE
+        pools = ("key_out", "value_out")
+    if form.role != "store":
+        lines += attend_lines(form, *pools)
+    inputs = ", ".join(tensor.name for tensor in form.inputs)
+    outputs = ", ".join("out" if tensor.name == "out" else OUT[tensor.name] for tensor in form.outputs)
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"({inputs}) => ({outputs})\n{{\n{body}\n}}"
+
+
+def attend_lines(form: PluginForm, key_pool: str, value_pool: str) -> list[str]:
+    """Return what attends over pools that hold the step's keys and values already."""
     shape = form.shape
-    optional = [name for name, has in (("sinks", shape.sinks), ("slopes", shape.alibi)) if has]
-    inputs = ["q", "k", "v", "key_pool", "value_pool", "slot_mapping", "block_tables", "seq_lens", "cu_q_lens"]
     heads, kv_heads, length = shape.heads, shape.kv_heads, form.table_stride * shape.page
     group = heads // kv_heads
     lines = [
-        # The step's keys and values go into the pools.
-        "axis0 = Constant <value_ints = [0]> ()",
-        "axis1 = Constant <value_ints = [1]> ()",
         "axis2 = Constant <value_ints = [2]> ()",
-        "slots = Cast <to = 7> (slot_mapping)",
-        "places = Unsqueeze (slots, axis1)",
-        "key_out = ScatterND (key_pool, places, k)",
-        "value_out = ScatterND (value_pool, places, v)",
         # Of which sequence token t is, and where it stands in it.
         "zero = Constant <value_int = 0> ()",
         "one = Constant <value_int = 1> ()",
-        "tokens = Size (slots)",
+        "all_tokens = Shape <start = 0, end = 1> (q)",
+        "tokens = Squeeze (all_tokens)",
         "t = Range (zero, tokens, one)",
         "bounds = Cast <to = 7> (cu_q_lens)",
         f"last = Constant <value_ints = [{2**31}]> ()",
@@ -81,8 +95,8 @@ def function_body(form: PluginForm) -> str:
         f"flat = Constant <value_ints = [-1, {length}]> ()",
         "table_slots = Reshape (every, flat)",
         "its_slots = Gather (table_slots, sequence)",
-        "keys = Gather (key_out, its_slots)",
-        "values = Gather (value_out, its_slots)",
+        f"keys = Gather ({key_pool}, its_slots)",
+        f"values = Gather ({value_pool}, its_slots)",
         "keys_last = Transpose <perm = [0, 2, 3, 1]> (keys)",
         "values_last = Transpose <perm = [0, 2, 1, 3]> (values)",
         f"grouped = Constant <value_ints = [0, {kv_heads}, {group}, -1]> ()",
@@ -153,5 +167,4 @@ def function_body(form: PluginForm) -> str:
         f"out_shape = Constant <value_ints = [0, {heads}, {shape.value_dim}]> ()",
         "out = Reshape (result, out_shape)",
     ]
-    body = "\n".join(f"    {line}" for line in lines)
-    return f"({', '.join([*inputs, *optional])}) => (out, key_out, value_out)\n{{\n{body}\n}}"
+    return lines

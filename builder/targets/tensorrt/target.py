@@ -1,4 +1,5 @@
-"""The target `tensorrt`: an engine of the full TensorRT, whose attention is the PagedAttention plugin.
+"""The target `tensorrt`: an engine of the full TensorRT, whose attention is a plugin: PagedAttention, in Python, or two
+nodes whose kernels TensorRT stores (`attention=stored`).
 
 It is built on the GPU that is to run it. What it leaves in the engine directory:
 
@@ -39,11 +40,12 @@ from llmbuild.builder.targets.tensorrt.running import (
     uses_float8,
     write_listing,
 )
+from llmbuild.builder.targets.tensorrt.stored_kernels import compile_stored
 from llmbuild.builder.targets.tensorrt.surgery import add_plugins, table_stride
 from llmbuild.errors import ConfigError
 from llmbuild.plugins.tensorrt import fields
 from llmbuild.plugins.tensorrt import program as plugin_program
-from llmbuild.plugins.tensorrt.form import PluginForm
+from llmbuild.plugins.tensorrt.form import STORED, PluginForm
 
 ENGINE = "plan/tensorrt.engine"
 KERNELS = "kernels"
@@ -77,7 +79,8 @@ class TensorRTTarget:
         emitter = lower(program, limits, target=self.name, paged=True)
         program.rewrites.append(kept_small(program, options.dtype))
         kernels = KernelFiles(directory, gpu)
-        model, forms = add_plugins(emitter.model(program.info.name), limits, kernels.compile)
+        stored = asked.attention == "stored"
+        model, forms = add_plugins(emitter.model(program.info.name), limits, kernels.compile, stored=stored)
         (directory / MODEL).parent.mkdir(parents=True, exist_ok=True)
         (directory / MODEL).write_bytes(model.SerializeToString(deterministic=True))
         weight_bytes = emitter.weights.bytes_by_storage()
@@ -110,7 +113,7 @@ class TensorRTTarget:
             "profiles": shapes,
             "network": result["network"],
             "stripped": result["refitted"],
-            "plugins": {name: fields.form_values(form) for name, form in forms.items()},
+            "plugins": {name: {"plugin": form.name} | fields.form_values(form) for name, form in forms.items()},
         }
         write_listing(listing, directory)
         packages = ("onnx", "onnx-graphsurgeon", TENSORRT.package, "torch", "transformers", "triton")
@@ -118,7 +121,8 @@ class TensorRTTarget:
         section: dict[str, Any] = {
             "sm": gpu.sm,
             "gpu": gpu.name,
-            "plugin": {"fields": fields.VERSION, "program": plugin_program.VERSION},
+            # What this llmbuild has to know to run the engine: nothing where the kernels are in it.
+            "plugin": None if stored else {"fields": fields.VERSION, "program": plugin_program.VERSION},
             "engine": ENGINE,
             "weights": WEIGHTS if asked.strip_weights else None,
             "model": MODEL,
@@ -154,7 +158,7 @@ def check_gpu(gpu: GpuHere, asked: str | None) -> GpuHere:
 class KernelFiles:
     """Compiles the kernels of plugins for a GPU, into files that the process which builds reads.
 
-    files: program and pack of each set, relative to `directory`.
+    files: program and pack of each set, or the one file of a kernel that the engine stores; relative to `directory`.
     """
 
     def __init__(self, directory: Path, gpu: GpuHere) -> None:
@@ -163,10 +167,17 @@ class KernelFiles:
 
     def compile(self, form: PluginForm) -> str:
         """Return the hash of a form's kernels."""
+        if form.role in STORED:
+            kernel = compile_stored(form, self._gpu.sm)
+            self._write({"kernel": kernel.to_json()})
+            return kernel.digest
         kernels = compile_kernels(form, self._gpu.sm, processors=self._gpu.processors)
-        names = [f"{KERNELS}/{len(self.files)}.{part}" for part in ("program", "pack")]
-        (self._directory / KERNELS).mkdir(parents=True, exist_ok=True)
-        for name, content in zip(names, kernels, strict=True):
-            (self._directory / name).write_bytes(content)
-        self.files.append(names)
+        self._write({"program": kernels.program, "pack": kernels.pack})
         return kernels.digest
+
+    def _write(self, contents: dict[str, bytes]) -> None:
+        (self._directory / KERNELS).mkdir(parents=True, exist_ok=True)
+        names = {f"{KERNELS}/{len(self.files)}.{part}": content for part, content in contents.items()}
+        for name, content in names.items():
+            (self._directory / name).write_bytes(content)
+        self.files.append(list(names))

@@ -96,7 +96,7 @@ class TensorRTExecutor:
         if not streams:
             check_engine_fits(gpu, sum(each.stat().st_size for each in (file, weights) if each is not None))
         self._stream = gpu.stream()
-        self._session = make_session(file, gpu, self._stream, weights)
+        self._session = make_session(file, gpu, self._stream, weights, plugin=section["plugin"] is not None)
         self._vocab_size = self._session.vocab_size
 
         batch, tokens = limits.max_batch_size, limits.max_num_tokens

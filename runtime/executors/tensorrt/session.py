@@ -159,25 +159,29 @@ class RtxSession(Session):
 
 
 class PluginSession(Session):
-    """An engine of the full TensorRT. The plugin is registered before TensorRT looks for it.
+    """An engine of the full TensorRT. The plugin, if there is one, is registered before TensorRT looks for it.
 
     Its contexts never run at the same time and share one place for activations: a captured graph belongs to the state
     of its context, so that there is a context for each graph.
 
     Args:
         weights: The file with the weights of an engine that was stripped of them.
+        plugin: Whether it calls the plugin; not if it stores the kernels of its nodes.
 
     Raises:
         ConfigError: TensorRT's version will not do.
     """
 
-    def __init__(self, engine: Path, device: Device, stream: Any, weights: Path | None = None) -> None:
+    def __init__(
+        self, engine: Path, device: Device, stream: Any, weights: Path | None = None, *, plugin: bool = True
+    ) -> None:
         from llmbuild.plugins.tensorrt import register
         from llmbuild.plugins.tensorrt.bindings import require_plugins
         from llmbuild.plugins.tensorrt.refit import refit
 
         module = require_plugins().module
-        register()
+        if plugin:
+            register()
         super().__init__(module, "TensorRT", engine, device, stream)
         if weights is not None:
             refit(module, self._engine, self._log, MappedWeights(weights))

@@ -16,12 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import onnx
+import quick_classes
 import tensorrt_rtx as _rtx
 from onnx import TensorProto, helper
 
+quick_classes.add_to(_rtx)
 globals().update({name: getattr(_rtx, name) for name in dir(_rtx) if not name.startswith("__")})
 __version__ = "11.4.0.106"
 LOG: dict[str, Any] = {"plugins": {}, "weights": {}, "bytes": {}, "flags": []}
+KEPT: list[Any] = []  # fields point at their data
 WEIGHT_FLAGS = ("STRIP_PLAN", "REFIT_IDENTICAL", "REFIT_INDIVIDUAL")  # tensorrt-rtx takes them with a GPU alone
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "INT8": "INT8", "INT4": "INT4", "INT64": "INT64"}
 KINDS = {"str": "CHAR", "int": "INT64", "float": "FLOAT64"}
@@ -58,9 +61,10 @@ class OnnxParser:
             LOG["weights"][tensor.name] = (kind, math.prod(tensor.dims))
         nodes = []
         for node in model.graph.node:
-            if node.op_type == "PagedAttention":
-                LOG["plugins"][node.name] = make_plugin(node)
-                nodes += stand_ins(node, types[node.input[3]])
+            if node.op_type in STAND_INS:
+                make, stand_ins = STAND_INS[node.op_type]
+                LOG["plugins"][node.name] = make(node)
+                nodes += stand_ins(node, types)
             else:
                 nodes.append(node)
         del model.graph.node[:]
@@ -77,9 +81,34 @@ class OnnxParser:
 
 def make_plugin(node: onnx.NodeProto) -> dict[str, Any]:
     """Make the plugin of a node in both phases; return what was found."""
+    creator, given = creator_of(node)
+    plugin = creator.create_plugin(node.name, given, _rtx.TensorRTPhase.BUILD)
+    types = [getattr(_rtx.DataType, kind) for kind in input_types(plugin)]
+    outputs = plugin.get_output_data_types(types)
+    again = creator.create_plugin(node.name, plugin.get_fields_to_serialize(), _rtx.TensorRTPhase.RUNTIME)
+    assert again.form == plugin.form and again.opened.digest == plugin.opened.digest
+    return {"outputs": [kind.name for kind in outputs], "sm": again.opened.sm, "layer": again.form.layer}
+
+
+def make_stored(node: onnx.NodeProto) -> dict[str, Any]:
+    """Make the plugin of a node whose kernel is stored; return what was found."""
+    creator, given = creator_of(node)
+    request = quick_classes.QuickPluginCreationRequest.STRICT_AOT
+    plugin = creator.create_plugin(node.op_type, "llmbuild", given, _rtx.TensorRTPhase.BUILD, request)
+    types = [getattr(_rtx.DataType, kind) for kind in input_types(plugin)]
+    outputs = plugin.get_output_data_types(types, [len(tensor.dims) for tensor in plugin.form.inputs])
+    assert len(outputs) == plugin.get_num_outputs() == len(node.output) and len(types) == len(node.input)
+    symbol, code = plugin.get_kernel([], [])
+    assert f".entry {symbol}(".encode() in code
+    return {"outputs": [kind.name for kind in outputs], "kernel": symbol, "layer": plugin.form.layer}
+
+
+def creator_of(node: onnx.NodeProto) -> tuple[Any, Any]:
+    """Return the registered creator of a node, and its attributes as fields, as the parser makes them."""
     import numpy as np
 
     given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    assert given.pop("aot", 0) == (node.op_type != "PagedAttention")
     version, namespace = given.pop("plugin_version").decode(), given.pop("plugin_namespace").decode()
     creator = _rtx.get_plugin_registry().get_creator(node.op_type, version, namespace)
     fields = []
@@ -87,13 +116,9 @@ def make_plugin(node: onnx.NodeProto) -> dict[str, Any]:
         plain = value.decode() if isinstance(value, bytes) else value
         kind = getattr(_rtx.PluginFieldType, KINDS[type(plain).__name__])
         data = value if isinstance(value, bytes) else np.array([value])
+        KEPT.append(data)
         fields.append(_rtx.PluginField(name, data, kind))
-    plugin = creator.create_plugin(node.name, _rtx.PluginFieldCollection(fields), _rtx.TensorRTPhase.BUILD)
-    types = [getattr(_rtx.DataType, kind) for kind in input_types(plugin)]
-    outputs = plugin.get_output_data_types(types)
-    again = creator.create_plugin(node.name, plugin.get_fields_to_serialize(), _rtx.TensorRTPhase.RUNTIME)
-    assert again.form == plugin.form and again.opened.digest == plugin.opened.digest
-    return {"outputs": [kind.name for kind in outputs], "sm": again.opened.sm, "layer": again.form.layer}
+    return creator, _rtx.PluginFieldCollection(fields)
 
 
 def input_types(plugin: Any) -> list[str]:
@@ -102,22 +127,48 @@ def input_types(plugin: Any) -> list[str]:
     return [TRT_TYPES[tensor.dtype] for tensor in plugin.form.inputs]
 
 
-def stand_ins(node: onnx.NodeProto, kind: int) -> list[onnx.NodeProto]:
-    """q plus the sum of all that paging says; and the pools as they are."""
+def whole(node: onnx.NodeProto, types: dict[str, int]) -> list[onnx.NodeProto]:
+    made = plus_sums(node, node.input[0], node.input[5:9], types[node.input[3]])
+    return made + kept(node, node.input[3:5], node.output[1:3])
+
+
+def store(node: onnx.NodeProto, types: dict[str, int]) -> list[onnx.NodeProto]:
+    types.update(zip(node.output, (types[name] for name in node.input[2:4]), strict=True))
+    made = plus_sums(node, node.input[2], node.input[4:5], types[node.input[2]])
+    return made + kept(node, node.input[3:4], node.output[1:])
+
+
+def attend(node: onnx.NodeProto, types: dict[str, int]) -> list[onnx.NodeProto]:
+    return plus_sums(node, node.input[0], node.input[3:6], types[node.input[1]])
+
+
+def kept(node: onnx.NodeProto, pools: Any, outputs: Any) -> list[onnx.NodeProto]:
+    """The pools as they are."""
+    pairs = zip(pools, outputs, strict=True)
+    return [helper.make_node("Identity", [pool], [out], name=f"{node.name}.{pool}") for pool, out in pairs]
+
+
+def plus_sums(node: onnx.NodeProto, base: str, paging: Any, kind: int) -> list[onnx.NodeProto]:
+    """The first output: a tensor plus the sum of all that paging says."""
     made = []
     total = ""
-    for name in node.input[5:9]:
+    for name in paging:
         part = f"{node.name}.{name}"
         made.append(helper.make_node("ReduceSum", [name], [part], name=part, keepdims=0))
         if total:
             made.append(helper.make_node("Add", [total, part], [f"{part}.total"], name=f"{part}.total"))
         total = f"{part}.total" if total else part
     made.append(helper.make_node("Cast", [total], [f"{node.name}.cast"], name=f"{node.name}.cast", to=kind))
-    made.append(helper.make_node("Add", [node.input[0], f"{node.name}.cast"], [node.output[0]], name=node.name))
-    for pool, out in zip(node.input[3:5], node.output[1:3], strict=True):
-        made.append(helper.make_node("Identity", [pool], [out], name=f"{node.name}.{pool}"))
+    made.append(helper.make_node("Add", [base, f"{node.name}.cast"], [node.output[0]], name=node.name))
     assert kind in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
     return made
+
+
+STAND_INS = {
+    "PagedAttention": (make_plugin, whole),
+    "PagedStore": (make_stored, store),
+    "PagedAttend": (make_stored, attend),
+}
 
 
 class Runtime:
@@ -179,6 +230,6 @@ class Refitter:
 
 def layer(name: str, found: dict[str, Any]) -> dict[str, Any]:
     outputs = [{"Name": str(at), "Format/Datatype": kind} for at, kind in enumerate(found["outputs"])]
-    return {"Name": name, "LayerType": "PluginV3", "Inputs": [], "Outputs": outputs, "SM": found["sm"]} | {
+    return {"Name": name, "LayerType": "PluginV3", "Inputs": [], "Outputs": outputs, "SM": found.get("sm")} | {
         "Metadata": f"[ONNX Layer: {name}]"
     }
