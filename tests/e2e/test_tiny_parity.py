@@ -6,6 +6,8 @@ arrive while others run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,21 +41,30 @@ def convert(model_directory: Path, engine: Path, **options: object) -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_and_logits_equal_transformers(family: str, tmp_path: Path):
-    model = tiny_model(family)
-    save_tiny(model, tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "engine")
-    check_tokens(model, tmp_path / "engine", make_prompts(), MAX_TOKENS)
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[torch.nn.Module, Path]]:
+    """Return what gives a family's model and its engine, which is built once."""
+
+    @cache
+    def built(family: str) -> tuple[torch.nn.Module, Path]:
+        model, folder = tiny_model(family), tmp_path_factory.mktemp(family)
+        convert(save_tiny(model, folder / "model"), folder / "engine")
+        return model, folder / "engine"
+
+    return built
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_a_request_served_alone(family: str, tmp_path: Path):
-    model = tiny_model(family, seed=3)
-    save_tiny(model, tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "engine")
+def test_greedy_tokens_equal_transformers(family: str, engine_of):
+    model, engine = engine_of(family)
+    check_tokens(model, engine, make_prompts(), MAX_TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_request_served_alone(family: str, engine_of):
+    model, engine = engine_of(family)
     prompt = make_prompts()[-1]
-    served = serve(tmp_path / "engine", [prompt], MAX_TOKENS)
+    served = serve(engine, [prompt], MAX_TOKENS)
     expected = logits_after(model, prompt + served.tokens[0])
     rows = {positions[-1]: logits[-1] for positions, logits in served.logits if len(logits)}
     assert sorted(rows) == list(range(len(prompt) - 1, len(prompt) + MAX_TOKENS - 1))
@@ -62,12 +73,11 @@ def test_logits_of_a_request_served_alone(family: str, tmp_path: Path):
         assert error < 1e-4, f"position {position}"
 
 
-def test_preemption_changes_no_token(tmp_path: Path):
+def test_preemption_changes_no_token(engine_of):
     """8 sequences of up to 75 tokens outgrow a pool of 16 blocks: some are preempted and computed again."""
-    save_tiny(tiny_model("llama"), tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "engine")
+    _, engine = engine_of("llama")
     prompts = [prompt[:15] for prompt in make_prompts() if len(prompt) >= 15][:8]
-    roomy = serve(tmp_path / "engine", prompts, 60)
-    tight = serve(tmp_path / "engine", prompts, 60, kv_cache_blocks=16)
+    roomy = serve(engine, prompts, 60)
+    tight = serve(engine, prompts, 60, kv_cache_blocks=16)
     assert tight.tokens == roomy.tokens
     assert sum(tight.steps) > sum(roomy.steps)

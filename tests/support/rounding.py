@@ -1,8 +1,8 @@
 """When two computations that round alike agree, though one sums in another order than the other.
 
 Sums in another order differ in their last digit, and which order is taken depends on the machine. What lies between two
-8-bit numbers may then be rounded to either: that shifts its row, and those that look back at it, by a whole step. So most
-rows agree closely and a few by the weight of one step; a wrong scale or order of products shows in all of them.
+8-bit numbers may then be rounded to either: that shifts its row, and those that look back at it, by a whole step. So
+most rows agree closely and a few by the weight of one step; a wrong scale or order of products shows in all of them.
 """
 
 from __future__ import annotations

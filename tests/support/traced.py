@@ -31,12 +31,12 @@ def traced(family: str, *, dtype: torch.dtype = torch.float32, **config: Any) ->
         dtype: What it computes in.
         **config: Config values in place of the tiny defaults, made of what JSON has.
     """
-    return _copy(_traced(family, dtype, _key(config)))
+    return copied(_traced(family, dtype, _key(config)))
 
 
 def optimized(family: str, recipe: str = "none", *, dtype: torch.dtype = torch.float32, **config: Any) -> Program:
     """Return a program after all passes of a recipe that needs no calibration, the caller's to change."""
-    return _copy(_optimized(family, recipe, dtype, _key(config)))
+    return copied(_optimized(family, recipe, dtype, _key(config)))
 
 
 def saved(family: str, **config: Any) -> Path:
@@ -63,12 +63,12 @@ def _traced(family: str, dtype: torch.dtype, config: str) -> Program:
 
 @cache
 def _optimized(family: str, recipe: str, dtype: torch.dtype, config: str) -> Program:
-    program = _copy(_traced(family, dtype, config))
+    program = copied(_traced(family, dtype, config))
     optimize(program, find_recipe(recipe))
     return program
 
 
-def _copy(program: Program) -> Program:
+def copied(program: Program) -> Program:
     """Return a copy with the log of what was done so far, which `copy_program` starts anew."""
     copy = copy_program(program)
     copy.rewrites = list(program.rewrites)
