@@ -13,6 +13,7 @@ import numpy as np
 
 from llmbuild.errors import EngineError, nearest
 from llmbuild.plugins.kernels.attention_shape import AttentionShape, KvScales
+from llmbuild.plugins.tensorrt.field_data import bytes_of
 from llmbuild.plugins.tensorrt.form import NAME, Layout, PluginForm, Role
 
 Kind = Literal["int", "float", "text", "bytes"]
@@ -170,14 +171,14 @@ def value_of(field: Any, name: str, kind: Kind, where: str) -> Value:
     given = getattr(field.type, "name", str(field.type))
     if given not in TYPES[kind]:
         raise EngineError(f"the field {name!r} of {NAME} is {given}, not {' or '.join(TYPES[kind])}", where=where)
-    data = np.asarray(field.data)
     if kind == "bytes":
-        return data.tobytes()
+        return bytes_of(field, where)
     if kind == "text":
         try:
-            return data.tobytes().rstrip(b"\0").decode("ascii")
+            return bytes_of(field, where).rstrip(b"\0").decode("ascii")
         except UnicodeDecodeError:
             raise EngineError(f"the field {name!r} of {NAME} is no text", where=where) from None
+    data = np.asarray(field.data)
     if data.size != 1:
         raise EngineError(f"the field {name!r} of {NAME} holds {data.size} numbers, not one", where=where)
     return int(data.reshape(-1)[0]) if kind == "int" else float(np.float32(data.reshape(-1)[0]))
