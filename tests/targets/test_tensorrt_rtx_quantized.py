@@ -36,7 +36,8 @@ PRODUCTS = {
     "int8-sq-static": ("80,86,89,120", "Int8"),
 }
 WEIGHTS = {"int4-wo-g32": "Int4", "int8-wo-channel": "Int8"}
-QUICK = {("llama", "int8"), ("mixtral", "fp8")}
+# Qwen3 in fp8 is built in test_tensorrt_rtx.py.
+QUICK = {("llama", "fp8"), ("mixtral", "fp8"), ("llama", "int8"), ("qwen3", "int8"), ("mixtral", "int8")}
 
 
 def cases(recipes: Any, quick: set[tuple[str, str]]) -> list[Any]:
