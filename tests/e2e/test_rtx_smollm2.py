@@ -38,7 +38,7 @@ from llmbuild.runtime.sampling_params import SamplingParams
 from llmbuild.runtime.tokenizer import Tokenizer
 from llmbuild.selftest.twins import SlotTwin
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 SLOTS, CHUNK, CAPACITY, MAX_TOKENS, LAYERS = 3, 8, 128, 24, 30
 PROMPTS = (
@@ -141,6 +141,7 @@ def serve(forward: Callable[[StepInput], np.ndarray], engine: Path) -> Served:
     return Served([found[number] for number in range(len(PROMPTS))], executor.logits)
 
 
+@pytest.mark.slow
 def test_graph_gives_the_oracles_tokens(engine: Path, smollm2_gguf: Path) -> None:
     program = load_program(smollm2_gguf, dtype=torch.float32, max_seq_len=CAPACITY)
     optimize(program, find_recipe("none"))
