@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -37,7 +37,8 @@ def bytes_of(field: Any, where: str) -> bytes:
     Raises:
         EngineError: The bindings read it wrong, and it is not where it should be.
     """
-    return from_memory(field, where) if reads_wrong(type(field), type(field.type)) else np.asarray(field.data).tobytes()
+    kind, types = cast(Any, type(field)), cast(Any, type(field.type))
+    return from_memory(field, where) if reads_wrong(kind, types) else np.asarray(field.data).tobytes()
 
 
 @cache

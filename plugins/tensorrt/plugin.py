@@ -197,7 +197,12 @@ class PagedAttentionCreator(trt.IPluginCreatorV3One):
 
 
 def field_collection(made: Sequence[fields.Field]) -> Any:
-    """Return fields as TensorRT takes them."""
+    """Return fields as TensorRT takes them.
+
+    The bindings turn a list of fields into TensorRT's own collection by themselves, but not where TensorRT calls from a
+    thread that no Python function of it is running in.
+    """
     field: Any = trt.PluginField  # its signature names a type of text that cannot be made
+    own: Any = trt.PluginFieldCollection_
     kinds = trt.PluginFieldType
-    return trt.PluginFieldCollection([field(name, data, getattr(kinds, kind)) for name, kind, data in made])
+    return own(trt.PluginFieldCollection([field(name, data, getattr(kinds, kind)) for name, kind, data in made]))
