@@ -13,7 +13,7 @@ from torch import Tensor
 from llmbuild.builder.targets.tensorrt.stored_kernels import compile_stored, specs_of
 from llmbuild.plugins.kernels.interpreter import interpret
 from llmbuild.plugins.tensorrt.form import STORED, PluginForm
-from support.plugin_steps import Step, pools, torch_dtype
+from support.plugin_steps import BLOCKS, Step, pools, torch_dtype
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "SUM": lambda a, b: a + b,
@@ -59,10 +59,16 @@ def launch_of(plugin: Any, sizes: dict[str, int]) -> tuple[dict[str, int], list[
 
 
 class StoredLayer:
-    """form: of PagedAttention. make: returns the plugin of a form and a kernel."""
+    """The two nodes with their cache, in the host's memory.
 
-    def __init__(self, form: PluginForm, make: Callable[..., Any], sm: int) -> None:
-        self.form, self.pools = form, pools(form)
+    Args:
+        form: Of PagedAttention.
+        make: Returns the plugin of a form and a kernel.
+    """
+
+    def __init__(self, form: PluginForm, make: Callable[..., Any], sm: int, blocks: int = BLOCKS) -> None:
+        self.form = form
+        self.pools = {name: self.place(pool) for name, pool in pools(form, blocks).items()}
         forms = [replace(form, role=role) for role in STORED]
         self.nodes = [make(each, compile_stored(each, sm)) for each in forms]
         self.specs = [next(specs_of(each, sm)) for each in forms]
@@ -73,14 +79,22 @@ class StoredLayer:
         sizes = {"T": len(step.expected), "B": len(step.arrays["seq_lens"]), "S": len(self.pools["key_pool"])}
         sizes["B1"] = sizes["B"] + 1
         out = torch.full((sizes["T"], shape.heads, shape.value_dim), float("nan"), dtype=torch_dtype(shape.dtype))
-        known = {**step.arrays, **self.pools, "out": out}
-        for plugin, spec in zip(self.nodes, self.specs, strict=True):
+        known = {name: self.place(tensor) for name, tensor in {**step.arrays, "out": out}.items()} | self.pools
+        for at, plugin in enumerate(self.nodes):
             launch, numbers = launch_of(plugin, sizes)
-            assert plugin.kernel.grid == spec.grid and launch["shared_mem"] == plugin.kernel.shared
             # Pointers of inputs, numbers, pointers of outputs.
             inputs = [known[tensor.name] for tensor in plugin.form.inputs]
-            arguments = [*inputs, *numbers, *(known[tensor.name] for tensor in plugin.form.outputs)]
-            named = dict(zip(spec.signature, arguments, strict=True))
-            grid = (launch["grid_x"], launch["grid_y"], launch["grid_z"])
-            interpret(spec.function)[grid](**named, **spec.constants)
-        return out
+            self.start(at, launch, [*inputs, *numbers, *(known[tensor.name] for tensor in plugin.form.outputs)])
+        return known["out"]
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Return a tensor where kernels reach it."""
+        return tensor
+
+    def start(self, at: int, launch: dict[str, int], arguments: list[Any]) -> None:
+        """Launch the kernel of a node."""
+        plugin, spec = self.nodes[at], self.specs[at]
+        assert plugin.kernel.grid == spec.grid and launch["shared_mem"] == plugin.kernel.shared
+        named = dict(zip(spec.signature, arguments, strict=True))
+        grid = (launch["grid_x"], launch["grid_y"], launch["grid_z"])
+        interpret(spec.function)[grid](**named, **spec.constants)
