@@ -1,4 +1,4 @@
-"""Kernels that an engine stores, on a GPU: the driver loads their PTX and launches it with what TensorRT passes alone."""
+"""Kernels that an engine stores, on a GPU: the driver loads their PTX and launches it with what TensorRT passes."""
 
 from __future__ import annotations
 
