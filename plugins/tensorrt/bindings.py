@@ -133,7 +133,11 @@ def require_stored() -> Bindings:
     Raises:
         ConfigError: As `require_plugins`, or they have no such plugins.
     """
-    found = require_plugins()
+    return checked_stored(require_plugins())
+
+
+def checked_stored(found: Bindings) -> Bindings:
+    """Return the bindings if they have the classes of such plugins; raise as `require_stored` if not."""
     if missing := [name for name in STORED_CLASSES if not hasattr(found.module, name)]:
         raise ConfigError(
             f"{found.package} {found.version} cannot store kernels in an engine: it has no {', '.join(missing)}",

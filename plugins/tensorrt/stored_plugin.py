@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmbuild.errors import EngineError
 from llmbuild.plugins.tensorrt import fields, kernel_store
-from llmbuild.plugins.tensorrt.bindings import bindings
+from llmbuild.plugins.tensorrt.bindings import bindings, checked_stored
 from llmbuild.plugins.tensorrt.descriptors import (
     data_type,
     named_dims,
@@ -28,7 +28,7 @@ from llmbuild.plugins.tensorrt.symbols import Symbols
 if TYPE_CHECKING:
     import tensorrt as trt
 else:
-    trt = bindings().module
+    trt = checked_stored(bindings()).module
 
 
 class StoredPlugin(trt.IPluginV3, trt.IPluginV3QuickCore, trt.IPluginV3QuickAOTBuild):
