@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--recipes", help="comma-separated; left out: all")
     parser.add_argument("--tokens", type=int, default=51_200)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--save", action="store_true", help="write bench/results/DATE-accuracy.jsonl")
+    parser.add_argument("--save", action="store_true", help="write bench/results/DATE-accuracy-TOKENS.jsonl, or -gpu")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     known = contenders()
@@ -220,7 +220,8 @@ def main() -> None:
             import torch
 
             about["gpu"] = torch.cuda.get_device_name()
-        print(f"\nwritten to {write_results('accuracy', [about, *rows]).name}")
+        kind = "gpu" if arguments.device == "cuda" else str(arguments.tokens)
+        print(f"\nwritten to {write_results(f'accuracy-{kind}', [about, *rows]).name}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ machine's speed meets all alike, and the best round of each is compared. Times a
 
     ms per decode step = (t(prompt, 1 + N tokens) - t(prompt, 1 token)) / N        TTFT = t(prompt, 1 token)
 
-The weight-only recipes are made from the float32 checkpoint that the GGUF stands for, since they leave the blocks of a
-GGUF as they are. JSON lines first, tables last.
+The recipes that round are made from the float32 checkpoint that the GGUF stands for, since they leave the blocks of a
+GGUF as they are. llama.cpp runs the GGUF, and the same model in Q8_0, which it makes itself; each of our engines is
+compared with the one of its bits. JSON lines first, tables last.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 from records import emit, environment, package_version, table, write_results
 
 RECIPES = ("gguf", "none", "int8-wo", "int8", "int4-wo")
+EIGHT_BITS = ("int8-wo", "int8")
 WORKER = Path(__file__).with_name("cpu_worker.py")
 
 
@@ -125,14 +127,16 @@ def measure(contenders: list[Contender], rounds: int, batch: int, isl: int, osl:
 
 
 def add_ratios(records: list[dict[str, Any]]) -> None:
-    """Ratios of output tokens per second against each peer present; above 1 is faster than the peer."""
-    for name, peer in (("vs_hf_eager", "hf-eager"), ("vs_llama_cpp", "llama.cpp")):
-        base = next((row for row in records if row["peer"].startswith(peer)), None)
-        for row in records:
+    """Ratios of output tokens per second against each peer present, llama.cpp at equal bits; above 1 is faster."""
+    peers = {(row["peer"].split("-transformers")[0], row["tag"]): row for row in records}
+    for row in records:
+        bits = "Q8_0" if row["tag"] in (*EIGHT_BITS, "Q8_0") else "Q4_1"
+        for name, peer in (("vs_hf_eager", ("hf-eager", "float32")), ("vs_llama_cpp", ("llama.cpp", bits))):
+            base = peers.get(peer)
             if base is not None:
+                over, under = (base, row) if row["B"] == 1 else (row, base)
                 key = "ms_per_step" if row["B"] == 1 else "out_tok_s"
-                ratio = base[key] / row[key] if row["B"] == 1 else row[key] / base[key]
-                row[name] = round(ratio, 2)
+                row[name] = round(over[key] / under[key], 2)
 
 
 def main() -> None:
@@ -153,7 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         contenders = []
         recipes = arguments.recipes.split(",")
-        rounded = [recipe for recipe in recipes if recipe.endswith("-wo")]
+        rounded = [recipe for recipe in recipes if recipe not in ("gguf", "none")]
         checkpoint = write_float_checkpoint(arguments.model, Path(folder) / "float32") if rounded else None
         for recipe in recipes:
             model = checkpoint if checkpoint is not None and recipe in rounded else arguments.model
@@ -163,8 +167,10 @@ def main() -> None:
         hf = f"hf-eager-transformers-{package_version('transformers')}"
         contenders.append(Contender(hf, "float32", sys.executable, "hf-eager", arguments.model, arguments.threads))
         if arguments.llama_python:
-            python, model = arguments.llama_python, arguments.model
-            contenders.append(Contender("llama.cpp", "Q4_1", python, "llama.cpp", model, arguments.threads))
+            python, wide = arguments.llama_python, Path(folder) / "q8_0.gguf"
+            subprocess.run([python, str(WORKER), "requantize", str(arguments.model), str(wide)], check=True)
+            for tag, model in (("Q4_1", arguments.model), ("Q8_0", wide)):
+                contenders.append(Contender("llama.cpp", tag, python, "llama.cpp", model, arguments.threads))
         decode = measure(contenders, arguments.rounds, 1, arguments.isl, arguments.osl)
         throughput = measure(
             contenders, max(1, arguments.rounds // 2), arguments.concurrency, arguments.isl, arguments.osl

@@ -3,10 +3,12 @@
 A command {"prompts": [[id, ...], ...], "max_tokens": N} makes the contender generate N tokens (greedy, end of sequence
 ignored) for all prompts, as concurrently as it can, and answer {"seconds": wall time, "tokens": [[id, ...], ...]}.
 Only the standard library is imported until the contender is known: llama.cpp may live in another interpreter.
+`requantize SOURCE TARGET` writes the GGUF of llama.cpp's 8-bit contender instead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -80,7 +82,20 @@ def llama_cpp(path: str, threads: int) -> Generate:
     return generate
 
 
+def requantize(source: str, target: str) -> None:
+    """Write a GGUF with all its matrices in Q8_0, by llama.cpp's own quantizer."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.allow_requantize = True
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    if llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp does not quantize {source}")
+
+
 def main() -> None:
+    if sys.argv[1] == "requantize":
+        return requantize(*sys.argv[2:])
     kind, path, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print on stdout; the answers must stay clean

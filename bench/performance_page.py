@@ -86,7 +86,8 @@ def cpu_section(records: list[Record]) -> list[str]:
     lines += [
         "",
         "`gguf` keeps the blocks of the file, `none` dequantizes them to float32; `int8-wo` and `int4-wo` round a",
-        "float32 checkpoint that holds the same values.",
+        "float32 checkpoint that holds the same values. llama.cpp has the GGUF, and what its own quantizer makes of it",
+        "in Q8_0: engines are compared with the one of their bits (`none`, in float32, with the GGUF).",
     ]
     alone = next(row["out_tok_s"] for row in decode if row["peer"].startswith("hf-eager"))
     count, osl = batched[0]["B"], batched[0]["osl"] + 1
@@ -392,8 +393,9 @@ def sampling_section(records: list[Record]) -> list[str]:
 
 SECTIONS = {
     "cpu": cpu_section,
-    "accuracy": accuracy_section,
+    "accuracy-51200": accuracy_section,
     "accuracy-gpu": accuracy_section,
+    "accuracy-4096": accuracy_section,
     "convert": convert_section,
     "trace": trace_section,
     "h200": serving_section,
