@@ -58,6 +58,17 @@ def test_block_quantized_weights_are_multiplied_by_kernels_of_the_engine(family:
     assert difference(program, planned) < 1e-5
 
 
+def test_few_rows_of_16_bit_numbers_times_blocks_of_4_bits() -> None:
+    """One kernel for one row and a few: a product of each group of 128 columns."""
+    program = optimized("llama", "int4-wo-g128", dtype=torch.float16, hidden_size=128, intermediate_size=256)
+    planned = plan_program(program, LIMITS, HARDWARE)
+    products = [op for op in planned.plan.ops if isinstance(op, GemmOp) and op.kernels]
+    first = [planned.specs[op.kernels[0].launches[0].kernel].function.__name__ for op in products]
+    assert first.count("block_few_gemm") == 8 and first.count("block_row_gemm") == 1  # the head is kept in 8 bits
+    assert [op.kernels[0].most_rows for op in products].count(8) == 8
+    assert difference(program, planned) < 1e-2
+
+
 def test_a_kernel_that_has_no_interpreter_is_stood_in_for() -> None:
     program = optimized("llama", dtype=torch.float16, head_dim=64)
     planned = plan_program(program, LIMITS, HARDWARE)
