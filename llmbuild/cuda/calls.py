@@ -46,3 +46,21 @@ def checked(driver: Any, name: str, result: tuple[Any, ...]) -> Any:
         _, text = driver.cuGetErrorString(code)
         raise CudaError(name, label, text.decode() if isinstance(text, bytes) else "")
     return None if not values else values[0] if len(values) == 1 else tuple(values)
+
+
+def device_attribute(driver: Any, device: Any, name: str) -> int:
+    """Return an attribute of a GPU. name: without the prefix that all have, "MULTIPROCESSOR_COUNT"."""
+    kind = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(checked(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(kind, device)))
+
+
+def compute_capability(driver: Any, device: Any) -> int:
+    """Return 90 for 9.0."""
+    major, minor = (device_attribute(driver, device, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    return 10 * major + minor
+
+
+def device_name(driver: Any, device: Any) -> str:
+    """Return what the driver calls a GPU."""
+    found: bytes = checked(driver, "cuDeviceGetName", driver.cuDeviceGetName(256, device))
+    return found.split(b"\0")[0].decode()

@@ -98,7 +98,7 @@ def pack_bytes(kernels: Sequence[CompiledKernel], *, compiler: str) -> bytes:
             KernelEntry(name=kernel.name, grid=kernel.grid, code=tuple(code(kernel.cubins[sm]) for sm in sms))
             for kernel in ordered
         )
-        return _json(Header(compiler=compiler, sms=sms, kernels=entries))
+        return Header(compiler=compiler, sms=sms, kernels=entries).compact_json()
 
     # Offsets are written in decimal, so the header's length depends on them: take the first start that holds it.
     start = _aligned(PREFIX.size + len(header(0)))
@@ -185,12 +185,6 @@ class KernelPack:
                 f"the engine holds no kernel {name!r}", where=str(self.path), hint=nearest(name, list(self._entries))
             )
         return self._entries[name]
-
-
-def _json(header: Header) -> bytes:
-    import json
-
-    return json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
 
 def _parse(text: bytes, where: Path | str) -> Header:

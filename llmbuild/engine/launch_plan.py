@@ -315,9 +315,7 @@ class LaunchPlan(Section):
 
     def to_json(self) -> bytes:
         """Return the deterministic text of the file."""
-        import json
-
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        return self.compact_json() + b"\n"
 
     @staticmethod
     def read(path: Path) -> LaunchPlan:

@@ -22,6 +22,12 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    def compact_json(self) -> bytes:
+        """Return a deterministic text of all of it, without white space."""
+        import json
+
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
 
 class FileEntry(Section):
     """One file of the engine. `path` is relative, uses forward slashes and stays inside the directory."""

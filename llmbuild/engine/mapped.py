@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import json
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 
 @contextlib.contextmanager
@@ -16,6 +17,18 @@ def mapped_file(path: Path) -> Iterator[mmap.mmap]:
     """Yield the content of a file that is not empty, read-only; pages are read when they are looked at."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         yield content
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, from its start on, and where its data begin.
+
+    Raises:
+        ValueError: It is none.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > os.fstat(file.fileno()).st_size - 8:
+        raise ValueError("no safetensors file")
+    return json.loads(file.read(length)), 8 + length
 
 
 class Place(NamedTuple):
@@ -34,10 +47,9 @@ class MappedWeights:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self._header = json.loads(file.read(length))
+            self._header, data = read_header(file)
             self._mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)) + 8 + length
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)) + data
 
     def __contains__(self, name: str) -> bool:
         return name in self._header

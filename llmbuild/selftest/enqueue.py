@@ -52,6 +52,8 @@ class Node:
         """Run a step and return what enqueue gives, and what it gives when it was captured: float16 [T, Hq, D]."""
         import numpy as np
 
+        from llmbuild.runtime.executors.cuda.driver import capture
+
         device, stream, form = self._device, self._stream, self._form
         mark = len(self._allocated)
         addresses = [self._pools.get(t.name) or self._upload(arrays[t.name]) for t in form.inputs]
@@ -75,9 +77,7 @@ class Node:
         try:
             enqueue()
             plain = download()
-            device.begin_capture(stream)
-            enqueue()
-            graph = device.end_capture(stream)
+            graph = capture(device, stream, enqueue)
             device.fill(out, SPOILED, size, stream)
             device.fill(self._workspace, SPOILED, self._scratch, stream)
             device.launch_graph(graph, stream)

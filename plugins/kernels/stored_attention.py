@@ -12,7 +12,8 @@ that takes memory for what the parts found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -126,32 +127,31 @@ def stored_store_spec(shape: AttentionShape) -> KernelSpec:
         v_stride=shape.kv_heads * shape.value_dim,
     )
     pools = {f"{name}_out": plain.signature[name] for name in ("k_pool", "v_pool")}
-    constants = {name: value for name, value in plain.constants.items() if value is not None}
-    return KernelSpec(
-        "store",
-        stored_store,
-        **arguments_of(stored_store, {**plain.signature, **pools}, constants),
-        grid=plain.grid,
-        num_warps=plain.num_warps,
-        num_stages=plain.num_stages,
-    )
+    return launched_as(plain, "store", stored_store, {**plain.signature, **pools}, {})
 
 
 def stored_attend_specs(shape: AttentionShape, sm: int, table_stride: int) -> Iterator[KernelSpec]:
     """Yield kernels of PagedAttend, from the fastest tiling to the one that needs the least shared memory."""
     for tiling in smaller_tilings(prefill_tiling(shape, sm)):
         plain = prefill_spec(shape, sm, tiling=tiling)
-        constants = {name: value for name, value in plain.constants.items() if name in stored_attend.arg_names}
-        absent = {name for name in ("sinks", "slopes") if name not in plain.signature}
-        constants = {name: value for name, value in constants.items() if name not in absent}
-        yield KernelSpec(
-            "attend",
-            stored_attend,
-            **arguments_of(stored_attend, plain.signature, constants | {"TABLE_STRIDE": table_stride}),
-            grid=plain.grid,
-            num_warps=plain.num_warps,
-            num_stages=plain.num_stages,
-        )
+        yield launched_as(plain, "attend", stored_attend, plain.signature, {"TABLE_STRIDE": table_stride})
+
+
+def launched_as(
+    plain: KernelSpec, name: str, function: Any, signature: Mapping[str, str], more: Mapping[str, Any]
+) -> KernelSpec:
+    """Return the spec of a function that calls that of `plain`: same grid, warps and constants, and `more` of these."""
+    constants = {
+        each: value for each, value in plain.constants.items() if each in function.arg_names and value is not None
+    }
+    return KernelSpec(
+        name,
+        function,
+        **arguments_of(function, signature, {**constants, **more}),
+        grid=plain.grid,
+        num_warps=plain.num_warps,
+        num_stages=plain.num_stages,
+    )
 
 
 def smaller_tilings(most: PrefillTiling) -> Iterator[PrefillTiling]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from llmbuild.cuda.calls import checked, import_driver
+from llmbuild.cuda.calls import checked, compute_capability, device_attribute, device_name, import_driver
 from llmbuild.cuda.kernels import Grid, Kernels
 from llmbuild.engine.cubin import Cubin, Launch, Parameter
 from llmbuild.engine.expressions import evaluate
@@ -33,15 +33,9 @@ class ContextKernels(Kernels):
     """The kernels of a context that others made and keep: TensorRT's caller."""
 
     def __init__(self, driver: Any, device: Any) -> None:
-        kinds = driver.CUdevice_attribute
-
-        def attribute(kind: Any) -> int:
-            return int(checked(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(kind, device)))
-
-        name = checked(driver, "cuDeviceGetName", driver.cuDeviceGetName(256, device)).split(b"\0")[0].decode()
-        super().__init__(driver, attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN), name)
-        self.sm = 10 * attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
-        self.sm += attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        shared = device_attribute(driver, device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        super().__init__(driver, shared, device_name(driver, device))
+        self.sm = compute_capability(driver, device)
 
 
 _CONTEXTS: dict[int, ContextKernels] = {}

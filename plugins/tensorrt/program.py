@@ -49,11 +49,6 @@ class PluginProgram(Section):
     scratch: tuple[Scratch, ...]
     ops: tuple[KernelOp, ...]
 
-    def to_json(self) -> bytes:
-        import json
-
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
-
     @staticmethod
     def read(text: bytes, names: frozenset[str], where: str) -> PluginProgram:
         """Read and check a program.

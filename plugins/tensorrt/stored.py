@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Literal
 
 from pydantic import field_validator
@@ -37,10 +36,7 @@ class StoredKernel(Section):
                 raise ValueError(f"a size in {', '.join(sorted(strange))}")
         return texts
 
-    def to_json(self) -> bytes:
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
-
     @property
     def digest(self) -> str:
         """SHA-256 of all of it."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+        return hashlib.sha256(self.compact_json()).hexdigest()

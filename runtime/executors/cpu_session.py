@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from llmbuild.engine.mapped import read_header
 from llmbuild.errors import EngineError
 
 Array = npt.NDArray[Any]
@@ -84,9 +84,8 @@ class CpuSession:
 def map_safetensors(path: Path) -> dict[str, Array]:
     """Return the tensors of a safetensors file as read-only views of its mapping: nothing is read yet."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    data = np.memmap(path, np.uint8, mode="r", offset=0)[8 + length :]
+        header, start = read_header(file)
+    data = np.memmap(path, np.uint8, mode="r", offset=0)[start:]
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from llmbuild.plugins.tensorrt.program import KernelSet, PluginProgram
 from support.plugin_bindings import HAS_LIBRARY, plugin_module, trt
 from support.plugin_node import description, dynamic
 from support.plugin_steps import FORMS, form
-from support.tensorrt_graphs import optimized
+from support.traced import optimized
 
 SM = 90
 SIZES = {"T": 40, "B": 5, "B1": 6, "S": 96}
@@ -310,10 +309,10 @@ def test_fields_of_two_nodes_do_not_share_memory() -> None:
     assert windows == [5, 7]
 
 
-def test_nodes_of_a_graph_become_plugins(tmp_path: Path) -> None:
+def test_nodes_of_a_graph_become_plugins() -> None:
     """From a traced model to plugins, as TensorRT's ONNX parser makes them: attributes of the node are the fields."""
     pytest.importorskip("onnx_graphsurgeon")
-    program = optimized(tmp_path, "gemma2", dtype=torch.bfloat16)
+    program = optimized("gemma2", dtype=torch.bfloat16)
     limits = Limits(max_batch_size=4, max_num_tokens=32, max_seq_len=40, block_size=8)
     lowered = lower(program, limits, target="tensorrt", paged=True).model("plugins")
     model, forms = add_plugins(lowered, limits, lambda asked: kernel_store.provide(kernels_of(asked)))

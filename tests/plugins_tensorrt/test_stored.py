@@ -276,4 +276,4 @@ def test_kernels_whose_launch_uses_other_sizes() -> None:
     kernel = kernel_of(part("attend"))
     with pytest.raises(ValueError, match="a size in L"):
         StoredKernel(**{**kernel.model_dump(), "numbers": ("L",)})
-    assert StoredKernel.model_validate_json(kernel.to_json()) == kernel
+    assert StoredKernel.model_validate_json(kernel.compact_json()) == kernel

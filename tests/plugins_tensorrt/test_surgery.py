@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -20,7 +18,7 @@ from llmbuild.plugins.tensorrt.form import PluginForm
 from llmbuild.selftest.twins import PagedTwin, filled
 from support.families import FAMILIES, MOE_FAMILIES
 from support.packed_driver import drive, mixed_requests
-from support.tensorrt_graphs import optimized
+from support.traced import optimized
 
 pytest.importorskip("onnx_graphsurgeon")
 BLOCKS = 64
@@ -35,20 +33,20 @@ def named(form: PluginForm) -> str:
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)])
-def test_plugin_nodes_give_the_oracles_logits(family: str, tmp_path: Path) -> None:
-    compare(family, tmp_path, stored=False)
+def test_plugin_nodes_give_the_oracles_logits(family: str) -> None:
+    compare(family, stored=False)
 
 
 @pytest.mark.parametrize(
     "family", ["mistral", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in (*QUICK, *REST))]
 )
-def test_two_nodes_a_layer_do_too(family: str, tmp_path: Path) -> None:
-    compare(family, tmp_path, stored=True)
+def test_two_nodes_a_layer_do_too(family: str) -> None:
+    compare(family, stored=True)
 
 
-def compare(family: str, tmp_path: Path, *, stored: bool) -> None:
+def compare(family: str, *, stored: bool) -> None:
     """Prefill in chunks, mixed steps and decode over a cache that earlier steps wrote."""
-    program = optimized(tmp_path, family)
+    program = optimized(family)
     emitter = lower(program, LIMITS, target="tensorrt", paged=True)
     model, forms = add_plugins(emitter.model("plugins"), LIMITS, named, stored=stored)
     whole = filled(with_reference(model, forms), emitter)
@@ -62,9 +60,9 @@ def compare(family: str, tmp_path: Path, *, stored: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def operated(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, Operated, list[PluginForm]]:
+def operated() -> tuple[onnx.ModelProto, Operated, list[PluginForm]]:
     """A model whose layers look back 6 tokens: before, after, and what kernels were asked for."""
-    program = optimized(tmp_path_factory.mktemp("operated"), "mistral")
+    program = optimized("mistral")
     model = lower(program, LIMITS, target="tensorrt", paged=True).model("plugins")
     asked: list[PluginForm] = []
 

@@ -32,7 +32,7 @@ from llmbuild.selftest.tensorrt_engines import captured, other_engine
 from llmbuild.selftest.twins import PagedTwin, filled
 from support.cpu_engines import Conversation, scenario
 from support.fake_device import FakeDevice
-from support.tensorrt_graphs import optimized
+from support.traced import optimized
 
 pytest.importorskip("onnx_graphsurgeon")
 LIMITS = Limits(max_batch_size=4, max_num_tokens=32, max_seq_len=48, block_size=8)
@@ -88,7 +88,7 @@ class TwinSession:
 def lowered(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """(program, twin, engine)"""
     folder = tmp_path_factory.mktemp("tensorrt")
-    traced = optimized(folder, "mistral")
+    traced = optimized("mistral")
     (folder / "plan").mkdir()
     (folder / "plan" / "e.engine").write_bytes(b"engine")
     emitter = lower(traced, LIMITS, target="tensorrt", paged=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
-import torch
 
 from llmbuild.builder.ir import Program
 from llmbuild.builder.oracle import Oracle
@@ -15,18 +12,10 @@ from llmbuild.builder.targets.onnx_graph.emitter import Emitter
 from llmbuild.builder.targets.tensorrt.graph import lower
 from llmbuild.plugins.attention_reference import PagedState
 from llmbuild.selftest.twins import SlotTwin, filled
-from support import traced
 from support.cpu_engines import Conversation
 
 SLOTS, CAPACITY = 4, 48
 LIMITS = Limits(max_batch_size=SLOTS, max_num_tokens=32, max_seq_len=CAPACITY, block_size=CAPACITY)
-
-
-def optimized(
-    directory: Path, family: str, recipe: str = "none", dtype: torch.dtype = torch.float32, **overrides: object
-) -> Program:
-    """`traced.optimized`, for callers that still name a folder."""
-    return traced.optimized(family, recipe, dtype=dtype, **overrides)
 
 
 class Twin(SlotTwin):

@@ -28,7 +28,7 @@ from llmbuild.cli.layers import print_layers_of
 from llmbuild.engine.mapped import MappedWeights
 from llmbuild.errors import ConfigError, DeviceError, LLMBuildError, UnsupportedError
 from support.fake_tensorrt import FakeEngine, FakeTensorRT, write_weights
-from support.tensorrt_graphs import optimized
+from support.traced import optimized
 
 LIMITS = Limits(max_batch_size=4, max_num_tokens=32, max_seq_len=40, block_size=8)
 STANDIN = Path(__file__).parents[1] / "support" / "standin"
@@ -61,7 +61,7 @@ def compiled(program: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, *op
 )
 def test_all_but_the_plugin_goes_through_a_builder(family, recipe, tmp_path, monkeypatch, capsys) -> None:
     """The graph is parsed and built, and the plugins are made by the registered creator from what the graph says."""
-    program = optimized(tmp_path, family, recipe, dtype=torch.bfloat16)
+    program = optimized(family, recipe, dtype=torch.bfloat16)
     made = compiled(program, tmp_path / "engine", monkeypatch)
     files = sorted(path.name for path in (tmp_path / "engine").rglob("*") if path.is_file())
     assert files == ["layers.json", "model.onnx", "tensorrt.engine"]  # weights and kernels went into the engine
@@ -86,7 +86,7 @@ def test_all_but_the_plugin_goes_through_a_builder(family, recipe, tmp_path, mon
 @needs_rtx
 def test_an_engine_that_stores_its_kernels(tmp_path, monkeypatch, capsys) -> None:
     """Two nodes a layer, made by the registered creators; what loads the engine needs no plugin."""
-    program = optimized(tmp_path, "mistral", dtype=torch.bfloat16)
+    program = optimized("mistral", dtype=torch.bfloat16)
     made = compiled(program, tmp_path / "engine", monkeypatch, "attention=stored")
     files = sorted(path.name for path in (tmp_path / "engine").rglob("*") if path.is_file())
     assert files == ["layers.json", "model.onnx", "tensorrt.engine"]
@@ -127,7 +127,7 @@ def test_an_engine_that_stores_its_kernels(tmp_path, monkeypatch, capsys) -> Non
 )
 def test_a_stripped_engine_keeps_its_weights_beside_it(recipe, options, tmp_path, monkeypatch, capsys) -> None:
     """The stand-in asks for every weight, the graph's constants too, and compares what comes with what was parsed."""
-    program = optimized(tmp_path, "mistral", recipe, dtype=torch.bfloat16)
+    program = optimized("mistral", recipe, dtype=torch.bfloat16)
     made = compiled(program, tmp_path / "engine", monkeypatch, *options)
     files = sorted(path.name for path in (tmp_path / "engine").rglob("*") if path.is_file())
     assert files == ["layers.json", "model.onnx", "tensorrt.engine", "tensorrt.safetensors"]

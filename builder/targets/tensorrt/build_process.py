@@ -81,7 +81,7 @@ def build(order: dict[str, Any]) -> dict[str, Any]:
         found = [parser.get_error(at) for at in range(parser.num_errors)]
         return {"errors": log.errors, "refused": [[error.node_name(), error.desc()] for error in found]}
     config = configuration(builder, order)
-    keep_times = timing_cache(config, order["timing_cache"]) if full else lambda: None
+    keep_times = timing_cache(config, order.get("timing_cache"))
     if full and (unknown := allow_refitting(config, network, order)):
         return {"errors": [f"TensorRT knows no weight {unknown[0]!r} that could be replaced", *log.errors]}
     with Path(order["engine"]).open("wb") as file:

@@ -58,12 +58,10 @@ def lower(program: Program, limits: Limits, *, target: str, paged: bool) -> Emit
     return e
 
 
-def write_model(emitter: Emitter, path: Path) -> onnx.ModelProto:
-    """Write the graph without weights, always the same bytes, and return it."""
-    model = emitter.model(emitter.program.info.name)
+def write_model(model: onnx.ModelProto, path: Path) -> None:
+    """Write a graph without weights, always the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.SerializeToString(deterministic=True))
-    return model
 
 
 def add_constants(weights: WeightFile, model: onnx.ModelProto) -> None:

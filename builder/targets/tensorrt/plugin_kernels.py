@@ -27,7 +27,7 @@ def compile_kernels(form: PluginForm, sm: int, *, processors: int | None = None)
         As `aot.compile_all`.
     """
     program, specs = plugin_program(form, sm, processors=processors)
-    return KernelSet(program.to_json(), pack_bytes(compile_all(specs, [sm]), compiler=COMPILER))
+    return KernelSet(program.compact_json(), pack_bytes(compile_all(specs, [sm]), compiler=COMPILER))
 
 
 def plugin_program(

@@ -16,7 +16,6 @@ from torch import fx
 
 from llmbuild.builder.ir import Program
 from llmbuild.builder.targets.base import CompiledTarget, CompileOptions, Limits
-from llmbuild.builder.targets.onnx_graph.rule import is_size
 from llmbuild.builder.targets.tensorrt import builder_options
 from llmbuild.builder.targets.tensorrt.capabilities import RTX
 from llmbuild.builder.targets.tensorrt.graph import MODEL, WEIGHTS, lower, write_model
@@ -47,8 +46,6 @@ class RtxTarget:
         return RTX.problem()
 
     def supports(self, node: fx.Node) -> str | None:
-        if node.op != "call_function" or is_size(node):
-            return None
         return why_not(node, rules(paged=False))
 
     def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
@@ -58,7 +55,7 @@ class RtxTarget:
         limits = slot_limits(options.limits)
         emitter = lower(program, limits, target=self.name, paged=False)
         program.rewrites.append(kept_small(program, options.dtype))
-        write_model(emitter, directory / MODEL)
+        write_model(emitter.model(program.info.name), directory / MODEL)
         emitter.weights.write(directory / WEIGHTS, options.progress)
         weight_bytes = emitter.weights.bytes_by_storage()
         check_memory(sum(weight_bytes.values()))

@@ -21,11 +21,10 @@ from torch import fx
 
 from llmbuild.builder.ir import Program
 from llmbuild.builder.targets.base import CompiledTarget, CompileOptions
-from llmbuild.builder.targets.onnx_graph.rule import is_size
 from llmbuild.builder.targets.tensorrt import builder_options
 from llmbuild.builder.targets.tensorrt.capabilities import TENSORRT
 from llmbuild.builder.targets.tensorrt.gpu_here import GpuHere, gpu_here
-from llmbuild.builder.targets.tensorrt.graph import MODEL, WEIGHTS, add_constants, lower
+from llmbuild.builder.targets.tensorrt.graph import MODEL, WEIGHTS, add_constants, lower, write_model
 from llmbuild.builder.targets.tensorrt.layers import inspected_layers
 from llmbuild.builder.targets.tensorrt.lower.table import rules, why_not
 from llmbuild.builder.targets.tensorrt.plugin_kernels import compile_kernels
@@ -67,8 +66,6 @@ class TensorRTTarget:
         return problem
 
     def supports(self, node: fx.Node) -> str | None:
-        if node.op != "call_function" or is_size(node):
-            return None
         return why_not(node, rules(paged=True))
 
     def compile(self, program: Program, options: CompileOptions, directory: Path) -> CompiledTarget:
@@ -81,8 +78,7 @@ class TensorRTTarget:
         kernels = KernelFiles(directory, gpu)
         stored = asked.attention == "stored"
         model, forms = add_plugins(emitter.model(program.info.name), limits, kernels.compile, stored=stored)
-        (directory / MODEL).parent.mkdir(parents=True, exist_ok=True)
-        (directory / MODEL).write_bytes(model.SerializeToString(deterministic=True))
+        write_model(model, directory / MODEL)
         weight_bytes = emitter.weights.bytes_by_storage()
         initializers = sorted(emitter.weights.entries)
         if asked.strip_weights:
@@ -169,7 +165,7 @@ class KernelFiles:
         """Return the hash of a form's kernels."""
         if form.role in STORED:
             kernel = compile_stored(form, self._gpu.sm)
-            self._write({"kernel": kernel.to_json()})
+            self._write({"kernel": kernel.compact_json()})
             return kernel.digest
         kernels = compile_kernels(form, self._gpu.sm, processors=self._gpu.processors)
         self._write({"program": kernels.program, "pack": kernels.pack})

@@ -8,12 +8,20 @@ numpy memory behind them, in its place (tests/support/fake_device.py).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from llmbuild.cuda.calls import CudaError, checked, import_driver
+from llmbuild.cuda.calls import (
+    CudaError,
+    checked,
+    compute_capability,
+    device_attribute,
+    device_name,
+    import_driver,
+)
 from llmbuild.cuda.kernels import KernelLauncher, Kernels
 from llmbuild.engine.cubin import Cubin, Launch
 from llmbuild.errors import DeviceError
@@ -45,14 +53,11 @@ class Device:
         self._driver = driver = import_driver()
         self._start(ordinal)
         self._handle = self._call("cuDeviceGet", ordinal)
-        attribute = driver.CUdevice_attribute
-        major = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
-        minor = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.ordinal = ordinal
-        self.sm = 10 * major + minor
-        self.name: str = self._call("cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
+        self.sm = compute_capability(driver, self._handle)
+        self.name = device_name(driver, self._handle)
         self.driver_version: int = self._call("cuDriverGetVersion")
-        self.shared_limit = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self.shared_limit = device_attribute(driver, self._handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._context = self._call("cuDevicePrimaryCtxRetain", self._handle)
         self._kernels = Kernels(driver, self.shared_limit, self.name)
         self.make_current()
@@ -206,8 +211,21 @@ class Device:
             found = f"there are {count}" if count != 1 else "there is 1"
             raise DeviceError(f"no GPU {ordinal}: {found}", where="CUDA driver", hint=hint)
 
-    def _attribute(self, attribute: Any) -> int:
-        return int(self._call("cuDeviceGetAttribute", attribute, self._handle))
-
     def _call(self, name: str, *arguments: Any) -> Any:
         return checked(self._driver, name, getattr(self._driver, name)(*arguments))
+
+
+def capture(device: Device, stream: Any, put: Callable[[], None]) -> Any:
+    """Return the graph of what `put` puts into the stream, ready to run; nothing of it runs now.
+
+    Raises:
+        CudaError: The driver cannot capture it.
+        Exception: What `put` raises; the capture is abandoned then.
+    """
+    device.begin_capture(stream)
+    try:
+        put()
+    except BaseException:
+        device.abandon_capture(stream)
+        raise
+    return device.end_capture(stream)

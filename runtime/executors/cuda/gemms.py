@@ -16,7 +16,7 @@ from llmbuild.errors import EngineError, LLMBuildError
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
 from llmbuild.runtime.executors.cuda.checks import version_text
 from llmbuild.runtime.executors.cuda.cublaslt import CublasLt, Extras, GemmShape, Matmul, find_library, library_version
-from llmbuild.runtime.executors.cuda.driver import Device
+from llmbuild.runtime.executors.cuda.driver import Device, capture
 from llmbuild.runtime.executors.cuda.gemm_memory import GemmMemory, shape_key
 
 CANDIDATES = 6  # algorithms that are timed
@@ -199,13 +199,8 @@ class Gemms:
             calls(1)  # loads the code: not while capturing
         except LLMBuildError:
             return float("inf")
-        device.begin_capture(stream)
-        try:
-            calls(TIMED_CALLS if matmul.rows <= FEW_ROWS else TIMED_LONG_CALLS)
-        except BaseException:
-            device.abandon_capture(stream)
-            raise
-        graph = device.end_capture(stream)
+        timed = TIMED_CALLS if matmul.rows <= FEW_ROWS else TIMED_LONG_CALLS
+        graph = capture(device, stream, lambda: calls(timed))
         start, end = device.event(timing=True), device.event(timing=True)
         device.launch_graph(graph, stream)
         device.record(start, stream)

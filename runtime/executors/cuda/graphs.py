@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmbuild.runtime.executors.cuda.driver import Device
+from llmbuild.runtime.executors.cuda.driver import Device, capture
 from llmbuild.runtime.executors.cuda.step_program import KernelStep, StepProgram, StepSizes
 
 
@@ -51,7 +51,7 @@ class DecodeGraphs:
         sizes = StepSizes(tokens=batch, sequences=batch, rows=batch, longest=self._longest)
         self._program.prepare("decode", sizes, stream)
         self._put(sizes, tail, stream)
-        self._graphs[batch, tail] = self._capture(sizes, tail, stream)
+        self._graphs[batch, tail] = capture(self._device, stream, lambda: self._put(sizes, tail, stream))
 
     def close(self) -> None:
         for graph in self._graphs.values():
@@ -64,12 +64,3 @@ class DecodeGraphs:
         self._program.run("decode", sizes, stream)
         for step in self._tails[tail]:
             step.run(sizes, stream)
-
-    def _capture(self, sizes: StepSizes, tail: str, stream: Any) -> Any:
-        self._device.begin_capture(stream)
-        try:
-            self._put(sizes, tail, stream)
-        except BaseException:
-            self._device.abandon_capture(stream)
-            raise
-        return self._device.end_capture(stream)

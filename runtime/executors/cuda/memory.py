@@ -35,6 +35,12 @@ def block_bytes(plan: LaunchPlan) -> int:
     return sum(pool.token_bytes for pool in plan.pools) * plan.limits.block_size
 
 
+def check_fraction(fraction: float) -> None:
+    """Raise ConfigError when a fraction of the memory is not in (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"kv_memory_fraction is {fraction}", hint="allowed: more than 0, at most 1")
+
+
 def choose_blocks(
     plan: LaunchPlan,
     needs: Needs,
@@ -59,8 +65,7 @@ def choose_blocks(
         ConfigError: The fraction is not in (0, 1].
         EngineError: What is needed does not fit.
     """
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"kv_memory_fraction is {fraction}", hint="allowed: more than 0, at most 1")
+    check_fraction(fraction)
     size, limits = block_bytes(plan), plan.limits
     a_sequence = -(-max_seq_len // limits.block_size)
     most = min(a_sequence * limits.max_batch_size, INT32_END // limits.block_size - 1)

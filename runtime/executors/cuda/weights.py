@@ -7,7 +7,6 @@ GPU      | tensor | pad | tensor | pad | ...            each tensor at a multipl
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmbuild.engine.launch_plan import ALIGNMENT, DAMAGED, LaunchPlan
+from llmbuild.engine.mapped import read_header
 from llmbuild.errors import EngineError
 from llmbuild.runtime.executors.cuda.driver import Device, HostMemory
 
@@ -74,10 +74,7 @@ def stored_tensors(path: Path, plan: LaunchPlan) -> list[Stored]:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > size - 8:
-                raise ValueError("no safetensors file")
-            header = json.loads(file.read(length))
+            header, start = read_header(file)
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot read the weights: {error}", where=str(path), hint=DAMAGED) from None
     places = layout(plan).offsets
@@ -94,7 +91,7 @@ def stored_tensors(path: Path, plan: LaunchPlan) -> list[Stored]:
                 where=str(path),
                 hint=DAMAGED,
             )
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        begin, end = (start + offset for offset in entry["data_offsets"])
         if end - begin != weight.num_bytes or end > size:
             raise EngineError(f"the tensor {weight.name} is truncated", where=str(path), hint=DAMAGED)
         found.append(Stored(begin, end, places[weight.name]))

@@ -114,12 +114,6 @@ def check_plugin(section: Mapping[str, Any], engine: Path) -> None:
         )
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise ConfigError when a fraction of the memory is not in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"kv_memory_fraction is {fraction}", hint="allowed: more than 0, at most 1")
-
-
 def check_activations(device: Device, size: int) -> None:
     """Raise EngineError when activations do not fit beside the engine."""
     free, _ = device.memory()

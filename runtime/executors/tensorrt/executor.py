@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.executors.tensorrt.checks import block_bytes, check_gpu, check_memory, check_slots, slot_bytes
+from llmbuild.runtime.executors.tensorrt.inputs import ALIGNMENT, LogitsArea
 from llmbuild.runtime.executors.tensorrt.slots import Run, SlotRuns
 from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from llmbuild.runtime.sampler import SampledTokens, SamplingBatch
 
 PREFILL, DECODE = 0, 1  # profiles of the engine, in the order in which it was built
-ALIGNMENT = 256
 
 
 class RtxExecutor:
@@ -91,15 +91,14 @@ class RtxExecutor:
         }
         tokens = max(manifest.limits.max_num_tokens * section["prefill_batch"], self.num_blocks)
         self._input_bytes = 4 * (2 * tokens + self.block_size + 3 * self.num_blocks) + 5 * ALIGNMENT
-        rows = max(self.num_blocks, section["prefill_batch"])
-        logits_bytes = rows * self._vocab_size * 4
-        besides = self._input_bytes + logits_bytes + self.num_blocks * block_bytes(cache) + HEADROOM
+        self._logits = LogitsArea(max(self.num_blocks, section["prefill_batch"]), self._vocab_size)
+        besides = self._input_bytes + self._logits.num_bytes + self.num_blocks * block_bytes(cache) + HEADROOM
         self._session.prepare((PREFILL, DECODE), gpu.memory()[0] - besides if streams else None)
         self._slots = {name: gpu.allocate(self.num_blocks * size) for name, size in self._slot_bytes.items()}
         for name, address in self._slots.items():  # a weight of 0 times a NaN would be one
             gpu.fill(address, 0, self.num_blocks * self._slot_bytes[name], self._stream)
         self._inputs, self._staged = gpu.allocate(self._input_bytes), gpu.allocate_host(self._input_bytes)
-        self._logits, self._result = gpu.allocate(logits_bytes), gpu.allocate_host(logits_bytes)
+        self._logits.allocate(gpu)
 
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
         from llmbuild.runtime.sampler import sample
@@ -115,7 +114,7 @@ class RtxExecutor:
 
     def _run(self, run: Run) -> npt.NDArray[np.float32]:
         """Execute a run; return the logits that are wanted of it. They are valid until the next run."""
-        shapes, addresses, end = {}, {"logits": self._logits}, 0
+        shapes, addresses, end = {}, {"logits": self._logits.address}, 0
         for name, array in run.inputs.items():
             begin = -(-end // ALIGNMENT) * ALIGNMENT
             end = begin + array.nbytes
@@ -128,21 +127,15 @@ class RtxExecutor:
             addresses[name] = addresses[f"{name}.out"] = place  # written in place
         profile = DECODE if run.inputs["input_ids"].shape[1] == 1 else PREFILL
         self._session.run(profile, shapes, addresses)
-        size = len(run.rows) * self._vocab_size * 4
-        if size:
-            self._device.download(self._result.address, self._logits, size, self._stream)
-        # Also without logits: the host memory of the inputs is written again by the next run.
-        self._device.synchronize(self._stream)
-        logits: npt.NDArray[np.float32] = self._result.bytes[:size].view(np.float32)
-        return logits.reshape(len(run.rows), self._vocab_size)
+        return self._logits.fetch(len(run.rows), self._stream)
 
     def close(self) -> None:
         self._device.make_current()
         self._session.close()
-        for address in (*self._slots.values(), self._inputs, self._logits):
+        for address in (*self._slots.values(), self._inputs):
             self._device.free(address)
-        for memory in (self._staged, self._result):
-            self._device.free_host(memory)
+        self._device.free_host(self._staged)
+        self._logits.free()
         self._device.free_stream(self._stream)
         self._device.close()
 

@@ -18,7 +18,7 @@ import numpy as np
 from llmbuild.cuda.calls import CudaError
 from llmbuild.errors import LLMBuildError
 from llmbuild.runtime.executor import StepInput
-from llmbuild.runtime.executors.cuda.driver import Device
+from llmbuild.runtime.executors.cuda.driver import Device, capture
 
 
 class StepGraphs:
@@ -54,13 +54,7 @@ class StepGraphs:
     def _capture(self, context: int) -> None:
         """Capture what the context ran last, or give up."""
         try:
-            self._device.begin_capture(self._stream)
-            try:
-                self._session.run_again(context)
-            except BaseException:
-                self._device.abandon_capture(self._stream)
-                raise
-            self._graphs[context] = self._device.end_capture(self._stream)
+            self._graphs[context] = capture(self._device, self._stream, lambda: self._session.run_again(context))
         except CudaError as error:  # the driver ends a capture in which something was done that cannot be captured
             self._give_up(f"{error.what}; TensorRT: {self._session.reason()}")
         except LLMBuildError as error:

@@ -1,4 +1,4 @@
-"""A packed step's arrays on the GPU: each at a place of its own that never moves, brought there by one copy.
+"""What an execution takes and gives, at places that never move: a packed step's arrays, and logits on their way back.
 
 page-locked | input_ids | position_ids | slot_mapping | block_tables | ...     each at a multiple of 256 bytes
 GPU         | the same places |
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.executors.cuda.driver import Device
@@ -48,6 +49,37 @@ class StepArea:
     def free(self) -> None:
         self._device.free(self._base)
         self._device.free_host(self._staged)
+
+
+class LogitsArea:
+    """Logits float32 [rows, V] on the GPU, at `address`, and page-locked memory that they are copied to.
+
+    rows: At most.
+    """
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.num_bytes = rows * vocab_size * 4
+
+    def allocate(self, device: Device) -> None:
+        self._device = device
+        self.address, self._host = device.allocate(self.num_bytes), device.allocate_host(self.num_bytes)
+
+    def fetch(self, rows: int, stream: Any) -> npt.NDArray[np.float32]:
+        """Wait for the stream, and return its first `rows` rows; they are valid until the next `fetch`.
+
+        Also without rows: the host memory of the inputs is written again by the next execution.
+        """
+        size = rows * self._vocab_size * 4
+        if size:
+            self._device.download(self._host.address, self.address, size, stream)
+        self._device.synchronize(stream)
+        logits: npt.NDArray[np.float32] = self._host.bytes[:size].view(np.float32)
+        return logits.reshape(rows, self._vocab_size)
+
+    def free(self) -> None:
+        self._device.free(self.address)
+        self._device.free_host(self._host)
 
 
 def places(counts: list[int]) -> list[int]:

@@ -18,17 +18,16 @@ import numpy.typing as npt
 
 from llmbuild.runtime.executor import StepInput
 from llmbuild.runtime.executors.cuda.buckets import batch_buckets, bucket_of
-from llmbuild.runtime.executors.cuda.memory import GRAPH_BYTES
+from llmbuild.runtime.executors.cuda.memory import GRAPH_BYTES, check_fraction
 from llmbuild.runtime.executors.tensorrt.checks import (
     block_bytes,
     check_engine_fits,
-    check_fraction,
     check_plugin,
     check_same_gpu,
     choose_blocks,
 )
 from llmbuild.runtime.executors.tensorrt.graphs import StepGraphs, padded
-from llmbuild.runtime.executors.tensorrt.inputs import StepArea
+from llmbuild.runtime.executors.tensorrt.inputs import LogitsArea, StepArea
 from llmbuild.runtime.executors.tensorrt.pools import Pools
 from llmbuild.runtime.executors.tensorrt.streaming import HEADROOM
 
@@ -101,10 +100,11 @@ class TensorRTExecutor:
 
         batch, tokens = limits.max_batch_size, limits.max_num_tokens
         self._area = StepArea(batch=batch, tokens=tokens, stride=self._stride)
-        logits_bytes = batch * self._vocab_size * 4
+        self._logits = LogitsArea(batch, self._vocab_size)
         self._buckets = batch_buckets(min(batch, tokens)) if graphs else ()
         spare = 1 if graphs else 0  # the block of padding rows
-        used = self._area.num_bytes + logits_bytes + spare * block_bytes(cache) + GRAPH_BYTES * len(self._buckets)
+        used = self._area.num_bytes + self._logits.num_bytes + spare * block_bytes(cache)
+        used += GRAPH_BYTES * len(self._buckets)
 
         # Context 0 is for any step; the others are for decode steps, one for each batch size that is captured.
         free, room = gpu.memory()[0], None
@@ -124,7 +124,7 @@ class TensorRTExecutor:
             used=used + unseen,
         )
         self._area.allocate(gpu)
-        self._logits, self._result = gpu.allocate(logits_bytes), gpu.allocate_host(logits_bytes)
+        self._logits.allocate(gpu)
         self._pools = Pools(gpu, cache, self.num_blocks + spare, self._stream)
 
     def execute(self, step: StepInput, sampling: SamplingBatch) -> SampledTokens:
@@ -171,13 +171,7 @@ class TensorRTExecutor:
         else:
             decode = not self._buckets and len(step.input_ids) == sequences
             self._session.run(DECODE if decode else MIXED, *self._send(step))
-        size = rows * self._vocab_size * 4
-        if size:
-            self._device.download(self._result.address, self._logits, size, self._stream)
-        # Also without logits: the host memory of the inputs is written again by the next step.
-        self._device.synchronize(self._stream)
-        logits: npt.NDArray[np.float32] = self._result.bytes[:size].view(np.float32)
-        return logits.reshape(rows, self._vocab_size).copy()
+        return self._logits.fetch(rows, self._stream).copy()
 
     def _run_captured(self, step: StepInput, bucket: int) -> None:
         """Put a decode step into the stream, padded to `bucket` sequences."""
@@ -187,7 +181,7 @@ class TensorRTExecutor:
     def _send(self, step: StepInput) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
         """Put the copy of a step into the stream; return shapes and addresses of all that goes in and out."""
         shapes, addresses = self._area.send(step, self._stream)
-        return {**self._pools.shapes, **shapes}, {**self._pools.addresses, **addresses, "logits": self._logits}
+        return {**self._pools.shapes, **shapes}, {**self._pools.addresses, **addresses, "logits": self._logits.address}
 
     def close(self) -> None:
         self._device.make_current()
@@ -195,7 +189,6 @@ class TensorRTExecutor:
         self._session.close()
         self._pools.free()
         self._area.free()
-        self._device.free(self._logits)
-        self._device.free_host(self._result)
+        self._logits.free()
         self._device.free_stream(self._stream)
         self._device.close()

@@ -51,7 +51,9 @@ def rules(*, paged: bool) -> dict[Any, Rule]:
 
 
 def why_not(node: fx.Node, table: dict[Any, Rule]) -> str | None:
-    """Return None when `table` can lower `node`, else why not."""
+    """Return None when `table` can lower `node`, or nothing has to be lowered there, else why not."""
+    if node.op != "call_function" or is_size(node):
+        return None
     rule = table.get(node.target)
     if rule is None:
         return "no rule for this op"
@@ -61,6 +63,5 @@ def why_not(node: fx.Node, table: dict[Any, Rule]) -> str | None:
 
 def unsupported(graph: fx.Graph, table: dict[Any, Rule]) -> list[tuple[fx.Node, str]]:
     """Return every node that cannot be lowered, with the reason."""
-    calls = (node for node in graph.nodes if node.op == "call_function" and not is_size(node))
-    reasons = ((node, why_not(node, table)) for node in calls)
+    reasons = ((node, why_not(node, table)) for node in graph.nodes)
     return [(node, reason) for node, reason in reasons if reason is not None]
