@@ -87,6 +87,7 @@ class Session:
         return contexts
 
     def _context(self) -> trt.IExecutionContext | None:
+        """Make one; None if TensorRT cannot. The two runtimes are asked in different ways."""
         raise NotImplementedError
 
     @property
